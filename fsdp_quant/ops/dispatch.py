@@ -18,6 +18,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import anchoring, layout, native, opaque, reference
+from .capability import arch_of
 from .layout import COMPACT
 from .reference import known
 
@@ -177,7 +178,7 @@ def encode(
             tuple(layouts or (COMPACT,) * len(encodings)),
             tuple([can_anchor and s.amax is None for s in amaxes]),
             row0 == 0,
-            native.scale_layout(values) if layouts else native.COMPACT,
+            native.scale_layout_of(arch_of(values.device)) if layouts else native.COMPACT,
         )
         if calls.anchored:
             results |= _anchored_by_kernel(values, encodings, calls, amaxes, round_to_bf16)

@@ -156,7 +156,8 @@ def from_pretrained_quantized(
             if source in keeps:
                 put_codes(model, keeps[source], _codes(source, slices, files))
             elif len(slices) == len(source.slices):
-                _put(source, _values(source, slices, files))
+                values = distributed_as(source.tensor, _values(source, slices, files), source.name)
+                source.owner.load_state_dict({source.attribute: values}, strict=False)
     return model
 
 
@@ -306,12 +307,6 @@ def _storages_of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> 
         Storage(FORMATS["mxfp4"], ROWWISE, shape, data.flatten(1), scale, None, dtype)
         for data, scale in zip(blocks, scales)
     ]
-
-
-def _put(source: Source, values: Tensor) -> None:
-    """Load a parameter or buffer, or this rank's shard of it."""
-    values = distributed_as(source.tensor, values, source.name)
-    source.owner.load_state_dict({source.attribute: values}, strict=False)
 
 
 def _codes(source: Source, slices: Stored, files: Files) -> QuantizedTensor:

@@ -15,14 +15,10 @@ _ops = torch.ops.fsdp_quant
 WIDEST_NORM = 16384
 
 
-def _offset(x: Tensor) -> int | torch.SymInt:
-    """Return the offset in the storage in bytes: allocators align the storage."""
-    return x.storage_offset() * x.element_size()
-
-
-@opaque.traced_as(_offset)
+@opaque.traced_as(lambda x: x.storage_offset() * x.element_size())
 def _begins_at(x: Tensor) -> int | torch.SymInt:
-    """Return the address of the first byte. While a graph is traced, return the offset."""
+    """Return the address of the first byte. While a graph is traced, return the offset in the
+    storage, which allocators align."""
     return x.data_ptr()
 
 
