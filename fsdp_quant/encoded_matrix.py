@@ -265,6 +265,9 @@ class EncodedMatrix:
     def check(self) -> None:
         """Raise ValueError for buffers that do not fit format, shape and layout."""
         expected, buffers = self.expected_buffers(), self.buffers()
+        if has_tensor_amax(self.fmt, self.layout):
+            shape = self.fmt.tensor_scale_shape(self.shape, self.direction)
+            expected["tensor_amax"] = {torch.float32}, {shape}
         for name in {**expected, **buffers}:
             dtypes, shapes = expected.get(name, ((), ()))
             buffer, shape = buffers.get(name), None
@@ -280,7 +283,8 @@ class EncodedMatrix:
                 )
 
     def expected_buffers(self) -> dict[str, tuple[set[torch.dtype], set[tuple[int, ...]]]]:
-        """Dtypes and shapes that each buffer may have; of a GEMM layout, scales are counted."""
+        """Dtypes and shapes that codes and scales may have; of a GEMM layout, scales are
+        counted."""
         outer, contraction = (
             self.padded_shape if self.direction is ROWWISE else self.padded_shape[::-1]
         )
@@ -291,9 +295,6 @@ class EncodedMatrix:
         if stored.has_scales:
             counts = {(n,) for n in scale_counts(self.fmt, self.layout, outer, contraction)}
             expected["scale"] = {stored.scale_dtype}, counts
-        if has_tensor_amax(self.fmt, self.layout):
-            shape = self.fmt.tensor_scale_shape(self.shape, self.direction)
-            expected["tensor_amax"] = {torch.float32}, {shape}
         return expected
 
     def describe(self) -> str:

@@ -217,9 +217,6 @@ class Storage(EncodedMatrix):
             if b0:  # the blocks that these rows overlap
                 block_rows = ceil_div(self.row0 % b0 + self.shape[0], b0) if self.shape[0] else 0
             expected["scale"] = {fmt.scale_dtype}, {(block_rows, scale_shape[1])}
-        if has_tensor_amax(fmt, COMPACT):
-            shape = fmt.tensor_scale_shape(self.shape, self.direction)
-            expected["tensor_amax"] = {torch.float32}, {shape}
         return expected
 
 

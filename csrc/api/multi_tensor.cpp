@@ -17,6 +17,19 @@ namespace {
 
 using MaybeTensors = c10::List<MaybeTensor>;
 
+// [rows, cols] of every tensor; a stack [E, rows, cols] is E of them.
+std::vector<at::Tensor> matrices_of(at::TensorList stacks) {
+  std::vector<at::Tensor> x;
+  for (const at::Tensor& t : stacks) {
+    if (t.dim() != 3) {
+      x.push_back(t);
+      continue;
+    }
+    for (int64_t e = 0; e < t.size(0); ++e) x.push_back(t.select(0, e));
+  }
+  return x;
+}
+
 Input check_group(at::TensorList x, at::IntArrayRef row0, bool round_to_bf16) {
   TORCH_CHECK_VALUE(!x.empty(), "the group has no tensor");
   TORCH_CHECK_VALUE(row0.size() == x.size(), "got ", x.size(), " tensors and ", row0.size(), " row0");
@@ -81,9 +94,10 @@ using DataAndScale = std::tuple<uint8_t*, void*>;
 
 // Write to slices of `staging`; offsets are in bytes, multiples of 16.
 void quantize_group(
-    at::TensorList x, int64_t encoding, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
+    at::TensorList stacks, int64_t encoding, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
     const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, const at::Tensor& staging,
     at::IntArrayRef data_offset, at::IntArrayRef scale_offset, bool round_to_bf16) {
+  const std::vector<at::Tensor> x = matrices_of(stacks);
   TORCH_CHECK_VALUE(!x.empty(), "the group has no tensor");
   TORCH_CHECK_VALUE(data_offset.size() == x.size() && scale_offset.size() == x.size(), "amax, tensor_amax and offsets ",
                     "need an entry for each tensor");
@@ -102,9 +116,10 @@ void quantize_group(
 
 // Write to the data and scale of each tensor.
 void quantize_group_out(
-    at::TensorList x, int64_t encoding, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
+    at::TensorList stacks, int64_t encoding, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
     const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, at::TensorList data,
     at::TensorList scale, bool round_to_bf16) {
+  const std::vector<at::Tensor> x = matrices_of(stacks);
   TORCH_CHECK_VALUE(data.size() == x.size() && scale.size() == x.size(), "got ", data.size(), " data and ", scale.size(),
                     " scales; wanted one for each of ", x.size(), " tensors");
   auto given = [&](size_t i, int64_t data_bytes, int64_t scale_bytes) {
@@ -119,7 +134,8 @@ void quantize_group_out(
 
 // Block amaxes of all tensors, and tensor amaxes of two-level formats, in one launch.
 std::vector<at::Tensor> statistics_group(
-    at::TensorList x, int64_t encoding, bool columnwise, at::IntArrayRef row0, bool round_to_bf16) {
+    at::TensorList stacks, int64_t encoding, bool columnwise, at::IntArrayRef row0, bool round_to_bf16) {
+  const std::vector<at::Tensor> x = matrices_of(stacks);
   const Input input = check_group(x, row0, round_to_bf16);
   const EncodingSpec spec = unpack_encoding(encoding, 0.0, "side");
   TORCH_CHECK_VALUE(!spec.rotated && !spec.by_line, "a group is not rotated, without scales per row");

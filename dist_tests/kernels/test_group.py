@@ -54,7 +54,7 @@ def multi_tensor_amax(
         )
     )
     results = [
-        dispatch.Statistics(next(made), next(made) if e.fmt.tensor_scale else None) for _ in x
+        dispatch.Statistics(next(made), next(made) if e.fmt.tensor_scale else None) for _ in row0
     ]
     assert next(made, None) is None, "statistics_group returned more than it was asked for"
     return results
@@ -102,12 +102,14 @@ def assert_group(
     round_to_bf16: bool,
     what: str,
     data_alignment: int = 16,
+    stacks: list[Tensor] | None = None,
 ) -> None:
     """Every slice of a poisoned staging buffer is the reference's, and every byte between them is
     still poison.
 
     stats:  that the operator is given; those of an entry that is None are the reference's of that
             tensor.
+    stacks:  x as the operator is given it, where several tensors are one [E, rows, cols].
 
     What becomes of the scale of an empty tensor is asked by a test of its own.
     """
@@ -129,7 +131,7 @@ def assert_group(
     for w, d, s in zip(want, data_at, scale_at):
         whole[d : d + w.data.numel()] = flat_bytes(w.data)
         whole[s : s + w.scale.numel() * w.scale.element_size()] = flat_bytes(w.scale)
-    multi_tensor_quantize(x, e, row0, stats, staging, data_at, scale_at, round_to_bf16)
+    multi_tensor_quantize(stacks or x, e, row0, stats, staging, data_at, scale_at, round_to_bf16)
     for i, (w, d, s) in enumerate(zip(want, data_at, scale_at)):
         text = f"{what}: tensor {i} {list(x[i].shape)} from row {row0[i]}"
         got = staging[s : s + w.scale.numel() * w.scale.element_size()]
@@ -178,6 +180,22 @@ def test_codes_of_a_group_are_those_of_its_tensors(name: str, dtype: torch.dtype
         assert_group(
             x, e, row0, larger, dtype is FP32, f"{what}, statistics shared with larger shards"
         )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("name", NEAREST)
+def test_a_stack_in_a_group_is_its_matrices(name: str, dtype: torch.dtype):
+    """If false, an expert is encoded from its neighbour's rows."""
+    stack = torch.stack([inputs(33, 64, "gauss", dtype, seed=i) for i in range(5)])
+    of_columns = torch.stack([inputs(40, 80, "heavy", dtype, seed=i) for i in range(3)])[..., 8:72]
+    stacks = [inputs(7, 15, "gauss", dtype), stack, stack[:0], of_columns]
+    x = [stacks[0], *stack.unbind(), *of_columns.unbind()]
+    for e in expected.both(name):
+        row0, what = [0] * len(x), f"{name} {e.direction} {dtype}"
+        stats = multi_tensor_amax(stacks, e, row0, dtype is FP32)
+        for got, want in zip(stats, multi_tensor_amax(x, e, row0, dtype is FP32), strict=True):
+            expected.assert_statistics(got, want, what)
+        assert_group(x, e, row0, needed(e, stats), dtype is FP32, what, stacks=stacks)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

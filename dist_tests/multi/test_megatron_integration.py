@@ -5,6 +5,7 @@ over our own flat buffers."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi.harness import DEVICE, run_ranks
+from dist_tests.single import hopper
 from dist_tests.single.test_megatron_integration import BF16, HYBRID, Config, normal
 from examples.mini_megatron.flat import FlatLayout
 from fsdp_quant.counters import counters
@@ -22,6 +24,7 @@ from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, weight_proxies
 from fsdp_quant.integrations.megatron.gather import GathersCodes, gather_codes, shard_map
 from fsdp_quant.linear.operands import weight_storages
+from fsdp_quant.ops import native
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="its configuration initializes weights on the CPU"
@@ -439,6 +442,23 @@ def parameter_gathers(rank: int, world: int) -> None:
     gathered(rank, world, hybrid("nvfp4", "fp8_current"), "codes", in_parts=True, fuses=True)
     refused(rank, world)
     stages(rank, world)
+
+
+def gathers_on_a_gpu(rank: int, world: int) -> None:
+    no_cast = mock.patch.object(native, "unsupported_pieces_reason", lambda *_: "not emulated")
+    with hopper.emulated("sm_90a") as gpu, no_cast:
+        ddp = DDP(Net(fq.recipes.mxfp8()), dist.group.WORLD, bucket_size=60000)
+        gather_codes([ddp], SimpleNamespace(config=SimpleNamespace()))
+        for bucket_group in ddp.bucket_groups:
+            bucket_group.start_param_sync(force_sync=True)
+        before = gpu.count("anchor_codes")
+        ddp.module(laws.values(S, B, H, seed=1, dtype=BF16)).sum().backward()
+        assert len(gpu.steps()) == 4 and gpu.count("anchor_codes") == before
+
+
+def test_codes_of_all_weights_are_laid_out_at_once():
+    """If false, each layer converts its codes by itself, while its GEMM waits."""
+    run_ranks(2, gathers_on_a_gpu)
 
 
 def test_gathers_of_codes_are_gathers_of_values():

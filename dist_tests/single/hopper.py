@@ -16,7 +16,7 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -137,6 +137,11 @@ class Call(NamedTuple):
 class Overloads(SimpleNamespace):
     def __call__(self, *args, **kwargs):
         return self.default(*args, **kwargs)
+
+
+def matrices_of(stacks: Sequence[Tensor]) -> list[Tensor]:
+    """[rows, cols] of each; a stack [E, rows, cols] is E of them."""
+    return [m for t in stacks for m in (t.unbind() if t.dim() == 3 else [t])]
 
 
 class Operators:
@@ -337,7 +342,7 @@ class Operators:
 
     def statistics_group(self, x, packed, columnwise, row0, round_to_bf16):
         sides, made = (0, packed) if columnwise else (packed, 0), []
-        for one, start in zip(x, row0):
+        for one, start in zip(matrices_of(x), row0):
             if one.numel():  # of a rank that has no rows of it, no tile is launched
                 self._input("statistics", one, *sides)
             made += self._statistics(one, *sides, start, round_to_bf16)
@@ -400,6 +405,7 @@ class Operators:
     ):
         sides = (0, packed, 0.0, eps) if columnwise else (packed, 0, eps, 0.0)
         e, made = unpack(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding, []
+        x = matrices_of(x)
         refuse(e.stochastic or e.fmt.rotated, "a group is rounded to nearest, not rotated")
         refuse(
             len(enc) != len(record) or (enc and len(enc) != len(x)), "an enc and a record a tensor"

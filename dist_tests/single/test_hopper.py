@@ -952,6 +952,32 @@ def test_the_guard_moves_one_kind_of_module(gpu):
     assert [module[0].plan.moved for module in model] == [{"fprop": layout.ANCHORED}, {}] * 2
 
 
+def test_the_guards_moves_leave_graphs_of_the_users_own(gpu):
+    """If false, a model that is evaluated while it trains runs eagerly after its fourth move, or
+    after as many recipes of a schedule."""
+    torch.compiler.reset()
+    model = nn.Sequential(linear(recipes.mxfp8(), SHAPES[2]))
+    compiled = torch.compile(model, backend="aot_eager")
+    x, _ = inputs(SHAPES[2])
+
+    def train_and_evaluate() -> None:
+        compiled(x).sum().backward()
+        with torch.no_grad():
+            compiled(x)
+
+    moves = [(product, rung) for product in PRODUCTS for rung in ladder_of(product)[1:]]
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        train_and_evaluate()
+        for product, rung in moves:
+            sent(model[0], {product: 0.5})
+            assert model[0].plan.moved[product.name] == rung
+            train_and_evaluate()
+        for recipe in ("fp8_block", "fp8_row"):
+            fq.set_recipe(model, recipe)
+            train_and_evaluate()
+    assert len(moves) >= 5
+
+
 def test_the_guard_keeps_to_the_recipes_tolerance(gpu):
     """If false, anchor_tolerance means nothing."""
     for tolerance, moved in ((0.02, {"fprop"}), (0.04, {"fprop"}), (0.06, set()), (1.0, set())):

@@ -406,7 +406,7 @@ def test_a_sampled_step_launches_a_bounded_number_of_operators_per_layer(
 
     for owner, name in (
         (HybridQuantizer, "storages"),
-        (recorder, "encode_shards"),
+        (recorder, "encode_piece"),
         (Storage, "decode"),
     ):
         monkeypatch.setattr(owner, name, uncounted(getattr(owner, name)))

@@ -178,7 +178,7 @@ def read_checked(path: str | PathLike) -> tuple[dict[str, Tensor], dict[str, str
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     if DIGESTS in metadata:
-        digests = _json(metadata.pop(DIGESTS))
+        digests = parsed(metadata.pop(DIGESTS))
         if not isinstance(digests, dict):
             raise ValueError(
                 f"{path}: the digests of its tensors are damaged; export the model again"
@@ -204,10 +204,10 @@ def read_checked(path: str | PathLike) -> tuple[dict[str, Tensor], dict[str, str
     return tensors, metadata
 
 
-def _json(text: str) -> object:
-    """The parsed text; None if it is not JSON."""
+def parsed(text: object) -> object:
+    """The value of a text in JSON; None of anything else."""
     try:
-        return json.loads(text)
+        return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         return None
 
@@ -226,8 +226,8 @@ def rebuild_tensors(
         else:
             weight, direction, buffer = match.groups()
             buffers.setdefault(weight, {}).setdefault(direction, {})[buffer] = tensor
-    parsed = {name: _json(text) for name, text in metadata.items()}
-    facts = {name: entry for name, entry in parsed.items() if isinstance(entry, dict)}
+    entries = ((name, parsed(text)) for name, text in metadata.items())
+    facts = {name: entry for name, entry in entries if isinstance(entry, dict)}
     described = {name for name, entry in facts.items() if {"format", "direction"} <= entry.keys()}
     for name in {**buffers, **dict.fromkeys(sorted(described))}:
         direction = facts[name]["direction"] if name in described else None

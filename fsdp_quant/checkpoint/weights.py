@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..counters import counters
 from ..formats import Direction
 from ..scaling import RowCuts
 from ..storage import Placement, Storage
@@ -21,7 +20,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
 from ..tensor.torch_compat import ManagedParam
 from ..tensor.weight_codes import WeightCodes
-from ..tensor.weight_state import Piece, Shard, WeightState, WeightTensor, encode_shards, values_of
+from ..tensor.weight_state import Piece, WeightState, WeightTensor, encode_piece, values_of
 
 
 def _of_matrix(codes: QuantizedTensor | None, state: WeightState, e: int) -> QuantizedTensor | None:
@@ -91,14 +90,9 @@ class LocalWeight:
         if self.sharded is not None:
             weight = self.sharded.full_tensor().detach()
             piece = piece._replace(values=weight.mT if self.transposed else weight)
-        values = piece.values
-        dtype = state.compute_dtype or values.dtype
+        dtype = state.compute_dtype or piece.values.dtype
         statistics = self.statistics.get((state.name, direction))
-        shard = Shard(piece, direction, dtype, statistics, records=False)
-        with torch.no_grad(), counters.uncounted():
-            (encoded,) = encode_shards([shard], self.device)
-        encoding = state.quantizer.encodings[direction]
-        return Storage.of(encoded, encoding, values.shape, dtype, self.piece.row0)
+        return encode_piece(piece, direction, dtype, statistics, self.device)
 
     def storages(self) -> list[Storage]:
         """One per direction that is encoded from the master and was not dropped."""

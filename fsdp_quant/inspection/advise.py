@@ -273,16 +273,12 @@ class _Study:
             formats = dict.fromkeys(self.elements, (HIGH, HIGH))
             predicted = measured = 0.0, 0.0
         recipe, code = _recipe(formats)
-        choices = tuple(
-            Choice(n, self.elements[n], gaps[n], errors[n], f, b, self._costs(n, f, b))
-            for n, (f, b) in formats.items()
-        )
-        return Advice(recipe, code, choices, self.base, predicted, measured, budgets, unit)
-
-    def _costs(self, name: str, *families: str) -> tuple[float, float]:
-        of_layer = self.forward[name], self.backward[name]
-        chosen = sum(costs[family] for costs, family in zip(of_layer, families))
-        return chosen, sum(costs[HIGH] for costs in of_layer)
+        choices = []
+        for n, (f, b) in formats.items():
+            forward, backward = self.forward[n], self.backward[n]
+            costs = forward[f] + backward[b], forward[HIGH] + backward[HIGH]
+            choices.append(Choice(n, self.elements[n], gaps[n], errors[n], f, b, costs))
+        return Advice(recipe, code, tuple(choices), self.base, predicted, measured, budgets, unit)
 
     def _chosen(
         self, harms: dict[str, dict[str, float]], budget: float, total: Callable, costs: _Costs

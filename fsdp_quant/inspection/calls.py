@@ -65,7 +65,7 @@ def call_of(
     module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[Tensor, Tensor, list[int] | None, float] | None:
     """Return (input, rows that are multiplied, how many per expert, scale of the output) of a call
-    that a forward hook saw.
+    that a forward hook saw. Waits for the device if the call's splits are a tensor there.
 
     None: attention to other keys, which multiplies parts of its weight in high precision.
     """
@@ -75,7 +75,10 @@ def call_of(
         return None
     routes = call.get("routes")
     rows = x.detach()[tokens_of(*routes)] if routes else x
-    sizes = _sizes(module, call["splits"]) if isinstance(module, GroupedLinear) else None
+    sizes = None
+    if isinstance(module, GroupedLinear):
+        splits = call["splits"]
+        sizes = sizes_of([0, *splits.tolist()]) if isinstance(splits, Tensor) else list(splits)
     return x, rows, sizes, call.get("scale", 1.0)
 
 
@@ -89,8 +92,3 @@ def rows_by_layer(
         rows = rows.to(dtype)
     pairs = zip(layers, [rows] if sizes is None else rows.split(sizes))
     return [(layer, part) for layer, part in pairs if len(part)]
-
-
-def _sizes(module: GroupedLinear, splits) -> list[int]:
-    """Return the rows per expert. Waits for the device if `splits` is a tensor there."""
-    return sizes_of([0, *splits.tolist()]) if isinstance(splits, Tensor) else list(splits)

@@ -159,15 +159,12 @@ def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
     if not isinstance(local, FSDPHooks):
         return plain_bytes(m, once)
     state, quantizer = local.state, local.state.matrices[0].quantizer
+    facts = cuts_of(m), m.global_shape, m.param_dtype
+    wire = {d: wire_buffers(e, *facts) for d, e in quantizer.encodings.items()}
 
     def size(needs: frozenset[Direction]) -> int:
-        total = 0
-        for d in gathered_directions(quantizer, needs):
-            buffers = wire_buffers(
-                quantizer.encodings[d], cuts_of(m), m.global_shape, m.param_dtype
-            )
-            total += gathered_size(buffers, m.world_size)
-        return total
+        directions = gathered_directions(quantizer, needs)
+        return sum(gathered_size(wire[d], m.world_size) for d in directions)
 
     both = frozenset(Direction)
     if once:

@@ -30,11 +30,13 @@ measured under fake tensors, torch.func, or while a graph is traced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +47,7 @@ from torch import Tensor, nn
 
 from ..context import STEP
 from ..counters import counters
-from ..formats import IDENTITY, Direction
+from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction
 from ..linear.linear import Linear
 from ..linear.operands import slot_key
 from ..linear.passes import steps_of
@@ -62,14 +64,7 @@ from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.gathered_weight import cuts_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
-from ..tensor.weight_state import (
-    Piece,
-    Shard,
-    WeightQuantizer,
-    encode_shards,
-    storage_of,
-    values_of,
-)
+from ..tensor.weight_state import Piece, WeightQuantizer, encode_piece, values_of
 from .calls import call_of, plans_of, rows_by_layer, units_of
 from .dump import Dump
 from .numbers import Measured, combined, measure, measure_codes, on_host, quantities
@@ -125,10 +120,10 @@ class Inspection:
         self._dump = None if dump is None else Dump(Path(dump))
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
         self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
-        self._stance = None
+        self._eager = contextlib.ExitStack()  # entered in a sampled step
         self._faults: set[str] = set()  # what could not be measured, and was warned of
         # (layer, slot, of another recipe) -> its parts
-        self._measured: dict[tuple[str, str, bool], list[Measured]] = {}
+        self._measured: dict[tuple[str, str, bool], list[Measured]] = defaultdict(list)
 
     def start(self) -> Inspection:
         """Count forwards from now on. An existing file is truncated."""
@@ -145,7 +140,7 @@ class Inspection:
         if not self._undo:
             return
         self._undo.pop()()
-        self._leave_eager()
+        self._eager.close()
         self.flush()
         if self._path is not None:
             self._observe("the receipt", self._write, "receipt", _in_json(asdict(receipt())))
@@ -200,21 +195,16 @@ class Inspection:
         if self._step % self.every == 0 and self._sampled != self._step:
             self._sampled = self._step
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
-                self._stance = torch.compiler.set_stance("force_eager")
+                self._eager.enter_context(torch.compiler.set_stance("force_eager"))
             self._observe("this step", self._attach)
 
     def _after(self) -> None:
-        self._leave_eager()
+        self._eager.close()
         if self.in_forward:
             self.in_forward = False
             self._observe("the weights", self._measure_weights)
             if self.evaluation:
                 self.flush()
-
-    def _leave_eager(self) -> None:
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
 
     def flush(self) -> None:
         """Copy the statistics of the sampled step, whose backward has run, to the host, and report
@@ -226,7 +216,7 @@ class Inspection:
             self._observe("the sampled step", self._collect)
             if self._dump is not None:
                 self._observe("the tensors to dump", self._dump.write, self._sampled)
-        self._measured = {}
+        self._measured.clear()
         if self.on_record is not None and self.latest is not None and self.latest is not latest:
             self.on_record(*self.latest)
 
@@ -320,7 +310,8 @@ class Inspection:
             sample = _of_slot(layer, layer.plan, slot, part)
             self._take(name, slot, _tensor_name(slot, layers, layer), sample)
             if name in self._what_if:
-                self._compare(name, slot, _of_slot(layer, self._what_if[name], slot, part))
+                other = _of_slot(layer, self._what_if[name], slot, part)
+                self._measured[name, slot, True].append(_measured(other))
 
     def _add_high_precision(self, name: str, slot: str, x: Tensor) -> None:
         """Measure a tensor that no GEMM of the layer reads as codes."""
@@ -334,13 +325,9 @@ class Inspection:
     def _take(self, name: str, slot: str, tensor: str, sample: Sample) -> None:
         """Measure a tensor of a slot, and dump it as `tensor`."""
         values, storages, _ = sample
-        self._measured.setdefault((name, slot, False), []).append(_measured(sample))
+        self._measured[name, slot, False].append(_measured(sample))
         if self._dump is not None:
             self._dump.add(name, tensor, values, storages)
-
-    def _compare(self, name: str, slot: str, sample: Sample) -> None:
-        """Measure what another recipe would have made of a tensor (`what_if=`)."""
-        self._measured.setdefault((name, slot, True), []).append(_measured(sample))
 
     def _measure_weights(self) -> None:
         pieces: dict[int, list[Piece]] = {}
@@ -363,7 +350,8 @@ class Inspection:
                     if other is not None and values is not None:
                         values = values.to(other.compute_dtype or values.dtype)
                         storages, _ = other.weight.storages(values)
-                        self._compare(name, "weight", (values, storages, other.weight))
+                        numbers = measure(values, storages, other.weight)
+                        self._measured[name, "weight", True].append(numbers)
 
     def _write(self, kind: str, facts: dict, step: int | None = None) -> None:
         if self._path is not None:
@@ -459,18 +447,14 @@ def _of_weight(
 
 def _of_piece(piece: Piece) -> Sample:
     state, values = piece.state, piece.values
-    rounded = values.to(state.compute_dtype or values.dtype)
-
-    def encode(direction: Direction) -> Storage:
-        shared = (state.statistics or {}).get((state.name, direction))
-        (encoded,) = encode_shards(
-            [Shard(piece, direction, values.dtype, shared, None, False)], values.device
-        )
-        return Storage.of(
-            encoded, state.quantizer.encodings[direction], values.shape, rounded.dtype, piece.row0
-        )
-
-    storages = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
+    rounded, shared = values.to(state.compute_dtype or values.dtype), state.statistics or {}
+    storages = {
+        d: encode_piece(piece, d, rounded.dtype, shared.get((state.name, d)), values.device)
+        for d in state.quantizer.encodings
+    }
+    if COLUMNWISE not in storages:
+        rowwise, dtype = storages[ROWWISE], state.compute_dtype
+        storages[COLUMNWISE] = state.quantizer.columnwise_of(rowwise, compute_dtype=dtype)
     return rounded, storages, state.quantizer
 
 

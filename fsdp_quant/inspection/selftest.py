@@ -216,9 +216,7 @@ def measure(report: Report, device: torch.device) -> None:
         both = HybridQuantizer(q, q)
         ms = _milliseconds(lambda both=both: both.storages(x))
         storages = both.storages(x)[0]
-        size = sum(
-            t.numel() * t.element_size() for s in storages.values() for t in s.buffers().values()
-        )
+        size = sum(storage.nbytes for storage in storages.values())
         report.rates[f"{q} both directions GB/s"] = (2 * x.numel() + size) / ms / 1e6
         operand = storages[ROWWISE]
         ms = _milliseconds(lambda operand=operand: gemm(operand, operand))

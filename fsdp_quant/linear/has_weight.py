@@ -60,10 +60,12 @@ class HasWeight(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         other, state = self._swapped
-        if value is other is not None and name == "weight" and state is self._weight_state:
-            self.__dict__["_swapped"] = self._parameters[name], state
-            self._parameters[name] = value
-            return
+        if name == "weight" and state is not None and state is self._weight_state:
+            present = self._parameters[name]
+            if value is other:
+                self._parameters[name], self.__dict__["_swapped"] = value, (present, state)
+            if value is other or value is present:  # experts share it with their product
+                return
         if name == "qconfig":  # torch.ao.quantization: it sets None where it knows no class
             raise NotImplementedError(
                 f"torch.ao.quantization would pass over a {type(self).__name__}, which quantizes "

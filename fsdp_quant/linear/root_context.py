@@ -19,7 +19,7 @@ from ..tensor.fsdp_hooks import managed_states, set_formats
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.rendezvous import agree_apart
 from ..tensor.weight_state import WeightTensor
-from .passes import Layer, TrainingSteps, layers_of_root
+from .passes import Layer, layers_of_root
 
 
 def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
@@ -32,25 +32,25 @@ def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     recipes.
     """
     layers = layers_of_root(root)
-    ran_in: dict[TrainingSteps | None, set] = {}
-    for layer in layers:
-        ran_in.setdefault(layer.runtime.steps, {None}).add(layer.runtime.ran_in)
-    for steps, passes in ran_in.items():
+    runtimes = [layer.runtime for layer in layers]
+    for steps in dict.fromkeys(runtime.steps for runtime in runtimes):
         if steps is not None and steps.is_counting:
             steps.has_root = True
-            if is_outermost or steps.current in passes or not trains:
+            passes = (runtime.ran_in for runtime in runtimes if runtime.steps is steps)
+            if is_outermost or not trains or steps.current in (None, *passes):
                 steps.enter(trains, is_root=True)
     _take_formats(root, layers)
 
 
 def _take_formats(root: nn.Module, layers: Sequence[Layer]) -> None:
     override, changes = current_autocast(), []
-    for layer in layers:
+    for layer in layers:  # experts are many
         runtime = layer.runtime
-        plan = layer.plan if override is None else layer.plan_in(override, runtime.ids.device)
+        plan = runtime.plan if override is None else layer.plan_in(override, runtime.ids.device)
         asked, has = plan.weight, runtime.weight_state.quantizer
-        is_other = asked is not has and asked != has
-        if is_other and isinstance(torch_compat.local_of(layer.trained[0]), _MAY_BE_GATHERED):
+        if asked is has or asked == has:
+            continue
+        if isinstance(torch_compat.local_of(layer.trained[0]), _MAY_BE_GATHERED):
             changes.append((runtime, plan))
     managed = managed_states() if changes else {}
     # codes that are parameters keep their formats: their layers refuse the context

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import anchoring, layout, native, opaque, reference
+from .capability import arch_of
 from .layout import COMPACT
 from .reference import known
 
@@ -177,7 +178,7 @@ def encode(
             tuple(layouts or (COMPACT,) * len(encodings)),
             tuple([can_anchor and s.amax is None for s in amaxes]),
             row0 == 0,
-            native.scale_layout(values) if layouts else native.COMPACT,
+            native.scale_layout_of(arch_of(values.device)) if layouts else native.COMPACT,
         )
         if calls.anchored:
             results |= _anchored_by_kernel(values, encodings, calls, amaxes, round_to_bf16)
@@ -337,9 +338,9 @@ def _completed(
 
 
 def replay_encode(call: native.RecordedEncode, x: Sequence[Tensor]) -> None:
-    """Repeat a launch of `multi_tensor_encode` over other values."""
+    """Repeat a launch of `multi_tensor_encode` over other values; [E, rows, cols] is E tensors."""
     call(x)
-    _count(call.encoding, "native", len(x))
+    _count(call.encoding, "native", len(call.results))
 
 
 def scales(stats: Statistics, encoding: Encoding, encode_scale: Tensor | None = None) -> Tensor:

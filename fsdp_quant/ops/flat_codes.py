@@ -51,9 +51,5 @@ def codes_of_run(data: Tensor, bits: int, start: int, numel: int, cols: int) -> 
 
 def rows_of_codes(run: Tensor, bits: int, rows: int, cols: int) -> Tensor:
     """Compact codes uint8 [rows, row bytes] from the bytes of a run of all elements."""
-    count, size = PACKINGS[bits]
-    if cols % count == 0:
-        return run.view(rows, -1)
-    return pack(
-        unpack(F.pad(run, (0, -len(run) % size)), bits)[: rows * cols].view(rows, cols), bits
-    )
+    whole_containers = F.pad(run, (0, -len(run) % PACKINGS[bits][1]))
+    return pack(unpack(whole_containers, bits)[: rows * cols].view(rows, cols), bits)

@@ -19,15 +19,14 @@ Padding is zero.
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor
 
-from ..formats import ROWWISE, Direction, Format, ceil_div, round_up
-from . import dispatch
+from ..formats import ROWWISE, Direction, Format, round_up
+from . import dispatch, native
 from .capability import ARCHITECTURES, BLACKWELL
 from .layout import (
-    ANCHOR_RUNS,
-    ANCHORED_TENSOR,
-    ANCHORED_TILE,
     ANCHORS,
     NATIVE,
     SPREAD,
@@ -88,13 +87,7 @@ def compact_scale(scale: Tensor, fmt: Format, outer: int, contraction: int, arch
 def scale_counts(fmt: Format, layout: str, outer: int, contraction: int) -> set[int]:
     """Return the numbers of scales that an operand may have, on any architecture."""
     if layout in ANCHORS:
-        if layout == ANCHORED_TILE:
-            blocks = ceil_div(contraction, TILE_ROWS)
-            return {ceil_div(outer, TILE_ROWS) * round_up(blocks, 4)}
-        run = ANCHOR_RUNS.get(layout)
-        if run is None:
-            return {1 if layout == ANCHORED_TENSOR else outer}
-        return {ceil_div(contraction, run) * round_up(outer, 4)}
+        return {prod(native.anchor_shape(outer, contraction, False, native.anchor_run(layout)))}
     outer_blocks, blocks = fmt.scale_shape((outer, contraction), ROWWISE) or (1, 1)
     if fmt.scale_leaves_contraction:
         return {outer_blocks}

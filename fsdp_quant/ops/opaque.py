@@ -156,10 +156,7 @@ def operator(
             tensors = [t.contiguous() for t in values if t is not None and id(t) not in passed]
             return tensors if returns_list else tuple(tensors)
 
-        def fake_operator(*args) -> Any:
-            return fake(*converted(encoding_from, args))
-
-        recorded = define(schema, run_operator, fake_operator)
+        recorded = define(schema, run_operator, lambda *args: fake(*converted(encoding_from, args)))
 
         def record(*args) -> Any:
             values = recorded(*converted(encoding_text, args))

@@ -151,16 +151,14 @@ def _over_ranks(of_rank: list[tuple[str, str, float]]) -> dict[str, float]:
         )
     reached = {name: amax or of_units[units[name]] for name, amax in amaxes.items()}
     missing = [name for name, amax in reached.items() if not amax]
+    listed = f"{', '.join(missing[:4])}{', ...' * (len(missing) > 4)}"
+    fault = f"calibrate: no batch reached {listed} with an input other than 0"
     if len(missing) == len(reached):
-        raise ValueError(
-            f"calibrate: no batch reached {', '.join(missing[:4])}{', ...' * (len(missing) > 4)} "
-            "with an input other than 0; give at least one batch, and the model that was converted"
-        )
+        raise ValueError(f"{fault}; give at least one batch, and the model that was converted")
     if missing:
         warnings.warn(
-            f"calibrate: no batch reached {', '.join(missing[:4])}{', ...' * (len(missing) > 4)} "
-            "with an input other than 0, so these have no amax: servers scale their inputs "
-            "dynamically, or keep them in high precision",
+            f"{fault}, so these have no amax: servers scale their inputs dynamically, or keep them "
+            "in high precision",
             stacklevel=3,
         )
     return {name: amax for name, amax in reached.items() if amax}

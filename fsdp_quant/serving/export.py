@@ -36,7 +36,7 @@ from .weights import (
     sources_of,
     statistics_of,
 )
-from .writer import Planned, Writer, in_files, size_of
+from .writer import Planned, Writer, in_buckets, size_of
 
 T = TypeVar("T")
 _OPTIONS = {
@@ -114,7 +114,7 @@ def export(
     """
     max_bytes = size_of(max_shard_size)
     checkpoint = exported(model, format, dtype, input_amax, share_scales, names)
-    files = in_files(checkpoint.planned, max_bytes)
+    files = list(in_buckets(checkpoint.planned, max_bytes, lambda planned: planned.nbytes))
     writer = _on_first_rank(lambda: Writer(Path(path), files, checkpoint.config))
     failure = None
     try:
@@ -471,9 +471,8 @@ def _config(
     config.pop("quantization_config", None)
     if config and not config.get("architectures"):
         # but for the classes that fully_shard and our own modules derive from it
-        derived = {c for c in type(model).__mro__ if issubclass(c, FSDPModule)}
-        derived |= {c for c in type(model).__mro__ if hasattr(c, "fused_as")}
-        original = next(c for c in type(model).__mro__ if c not in derived)
+        classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+        original = next(c for c in classes if not hasattr(c, "fused_as"))
         config["architectures"] = [original.__name__]
     if config and dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -156,8 +156,7 @@ def from_pretrained_quantized(
             if source in keeps:
                 put_codes(model, keeps[source], _codes(source, slices, files))
             elif len(slices) == len(source.slices):
-                values = _values(source, slices, files)
-                values = distributed_as(source.tensor, values, source.name)  # this rank's shard
+                values = distributed_as(source.tensor, _values(source, slices, files), source.name)
                 source.owner.load_state_dict({source.attribute: values}, strict=False)
     return model
 

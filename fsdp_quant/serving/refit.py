@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..options import flag
 from .export import Exported, exported
 from .shards import LocalTensors, Piece
-from .writer import in_files, size_of
+from .writer import in_buckets, size_of
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -65,22 +65,11 @@ def refit(
             model, format, dtype, input_amax, share_scales, names, local.tensor_amax
         )
         local.check(checkpoint)
-        return _local_buckets(local.pieces(checkpoint), max_bytes)
+        return in_buckets(local.pieces(checkpoint), max_bytes, lambda piece: piece.tensor.nbytes)
     checkpoint = exported(model, format, dtype, input_amax, share_scales, names)
-    tensors, files = _tensors(checkpoint), in_files(checkpoint.planned, max_bytes)
-    return (list(itertools.islice(tensors, len(file))) for file in files)
-
-
-def _local_buckets(weights: Iterable[list[Piece]], max_bytes: int) -> Iterator[list[Piece]]:
-    bucket, size = [], 0
-    for pieces in weights:
-        needed = sum(piece.tensor.nbytes for piece in pieces)
-        if bucket and size + needed > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket, size = bucket + pieces, size + needed
-    if bucket:
-        yield bucket
+    tensors = _tensors(checkpoint)
+    buckets = in_buckets(checkpoint.planned, max_bytes, lambda planned: planned.nbytes)
+    return (list(itertools.islice(tensors, len(bucket))) for bucket in buckets)
 
 
 def _tensors(checkpoint: Exported) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint import storage_tensors
-from ..counters import counters
 from ..formats import ROWWISE, Format
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import saved_plain
@@ -36,7 +35,7 @@ from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import in_state_dict, local_of, reshard
-from ..tensor.weight_state import Piece, Shard, encode_shards
+from ..tensor.weight_state import Piece, encode_piece
 
 
 class Slice(NamedTuple):
@@ -305,12 +304,8 @@ def encoded(values: Tensor, layer: Linear, tensor_amax: Tensor | None = None) ->
 
     tensor_amax:  fp32 [1], in place of that of the values.
     """
-    state, device = layer._weight_state, values.device
-    encoding, statistics = state.quantizer.encodings[ROWWISE], None
+    device, statistics = values.device, None
     if tensor_amax is not None:
         statistics = Statistics(statistics_of(values, layer).amax, tensor_amax.to(device))
-    piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
-    with counters.uncounted():
-        shard = Shard(piece, ROWWISE, values.dtype, statistics, records=False)
-        (codes,) = encode_shards([shard], device)
-    return Storage.of(codes, encoding, values.shape, values.dtype)
+    piece = Piece(layer._weight_state, values, RowCuts((0, values.shape[0])), 0)
+    return encode_piece(piece, ROWWISE, values.dtype, statistics, device)

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.files import DIGESTS, digest, sync
 
+T = TypeVar("T")
 # Names of the format (safetensors).
 DTYPES = {
     torch.float64: "F64",
@@ -72,20 +73,22 @@ def size_of(text: int | str, option: str = "max_shard_size") -> int:
     return int(float(number) * factor)
 
 
-def in_files(groups: Sequence[Sequence[Planned]], max_bytes: int) -> list[list[Planned]]:
-    """The tensors of each file.
+def in_buckets(
+    groups: Iterable[list[T]], max_bytes: int, nbytes: Callable[[T], int]
+) -> Iterator[list[T]]:
+    """Yield the tensors of each bucket, or file, of at most `max_bytes`.
 
-    A group, the tensors of one weight, stays together; a larger one has a file of its own.
+    A group, the tensors of one weight, stays together; a larger one has a bucket of its own.
     """
-    files, free = [], 0
+    bucket, size = [], 0
     for group in groups:
-        needed = sum(t.nbytes for t in group)
-        if not files or needed > free:
-            files.append([])
-            free = max_bytes
-        files[-1].extend(group)
-        free -= needed
-    return files or [[]]
+        needed = sum(map(nbytes, group))
+        if bucket and size + needed > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket, size = bucket + group, size + needed
+    if bucket:
+        yield bucket
 
 
 class Writer:

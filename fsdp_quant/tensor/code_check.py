@@ -12,11 +12,10 @@ from collections.abc import Mapping
 
 import torch
 
-from ..counters import counters
 from ..formats import ROWWISE, Direction
 from ..gemm import StaleWeightError
 from .quantized_tensor import QuantizedTensor
-from .weight_state import WeightState, WeightTensor, encode_shards
+from .weight_state import WeightState, WeightTensor, encode_piece
 
 CHECK_VARIABLE = "FSDP_QUANT_CHECK"
 
@@ -52,9 +51,9 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
         rows = shard.piece.values.shape[0]
         if shard.piece.state is not state or not rows:
             continue
-        expected = local.state.own_codes(local, source)
-        with counters.uncounted():
-            expected = expected or encode_shards([shard._replace(records=False)], managed.device)[0]
+        expected = local.state.own_codes(local, source) or encode_piece(
+            shard.piece, source, shard.high_precision, shard.statistics, managed.device
+        )
         codes = gathered.narrow(shard.piece.row0, rows)
         for field, buffer in codes.buffers().items():
             a, b = (

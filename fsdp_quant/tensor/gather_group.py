@@ -199,7 +199,8 @@ class GatherPlan:
             if a.matrix is None or a.shard.piece.values.shape[0]:
                 fields.append(encoded)
         copies, inputs, not_gathered = [], [], []
-        is_repeatable &= sum(len(places) for _, places in launches) == len(asked)
+        launched = _members_of(launches, asked)
+        is_repeatable &= launched is not None
         for i, (member, directions) in enumerate(zip(self.members, self._directions)):
             rows: dict[tuple[Direction, str], Tensor] = {}
             for d in directions:
@@ -217,7 +218,7 @@ class GatherPlan:
             not_gathered += ((member.buffer(*name), values) for name, values in unsent)
         return _Sent(
             key,
-            [(launch, [asked[n][:2] for n in places]) for launch, places in launches],
+            launched or [],
             [(a.shard.piece.state.name, a.direction.value) for a in asked],
             inputs,
             not_gathered,
@@ -273,6 +274,16 @@ class GatherPlan:
                 torch_compat.free_storage(codes)
 
 
+def _members_of(
+    launches: list[tuple[RecordedEncode, list[int]]], asked: Sequence[_Asked]
+) -> list[tuple[RecordedEncode, list[int]]] | None:
+    """The members whose shards each launch encodes; None if a shard, or a part of it, is left."""
+    members = [(launch, list({asked[n].member: None for n in on})) for launch, on in launches]
+    directions = {(a.member, a.direction) for a in asked}
+    is_whole = sum(len(each) for _, each in members) == len(directions)
+    return members if is_whole and sum(len(on) for _, on in launches) == len(asked) else None
+
+
 def _held_key(shard: Shard) -> tuple:
     """Key of codes in `fq.hold`. Training does not use those of an evaluation, which recorded no
     amax."""
@@ -305,7 +316,7 @@ class _Sent(NamedTuple):
     Key: `_facts` of all weights. Owner: the plan, until the key differs. The memory is freed when
     the gather has arrived.
 
-    launches:      (launch, (member, matrix or None) of each shard that it encodes).
+    launches:      (launch, the members whose shards it encodes).
     inputs:        all-gather inputs of each weight.
     not_gathered:  (buffer, its bytes) of what FSDP2 does not gather at world size 1.
     copies:        ([buffer], [source]) of buffers that are not views of the codes.
@@ -313,7 +324,7 @@ class _Sent(NamedTuple):
     """
 
     key: list[tuple[tuple, tuple[Tensor | None, ...]]]
-    launches: list[tuple[RecordedEncode, list[tuple[int, int | None]]]]
+    launches: list[tuple[RecordedEncode, list[int]]]
     names: list[tuple[str, str]]
     inputs: list[tuple[Tensor, ...]]
     not_gathered: list[tuple[Tensor, Tensor]]
@@ -327,10 +338,8 @@ class _Sent(NamedTuple):
         )
 
     def repeat(self, values: Sequence[Tensor]) -> None:
-        matrices = {i: v.unbind() for i, v in enumerate(values) if v.dim() == 3}
-        for launch, places in self.launches:
-            shards = [values[i] if e is None else matrices[i][e] for i, e in places]
-            replay_encode(launch, [shard.to(launch.device) for shard in shards])
+        for launch, members in self.launches:
+            replay_encode(launch, [values[i].to(launch.device) for i in members])
         counters.add_each("weight encode", self.names)
 
     def free(self) -> None:

@@ -142,26 +142,20 @@ class GatheredWeight:
             for d, e in self.quantizer.encodings.items()
         }
         self.buffers = {d: self._allocate(d) for d in self.quantizer.encodings}
-        self.derived = None
+        by_direction, self.derived = dict(self.buffers), None
         if self.quantizer.is_derived and not self.quantizer.decodes_columnwise:
-            self.derived = self._allocate_derived()
+            self.derived = by_direction[COLUMNWISE] = self._allocate_derived()
         self.records = True  # amaxes: a backward may follow the forward that gathers
         self.group: Any = None  # gather_group.GatherGroup
         self.operand_layouts: dict[Direction, str] = {}  # `layouts` of the group's operands
         # set by the group's gather until FSDP2 asks for them
         self.all_gather_inputs: tuple[tuple[Tensor, ...], object] | None = None
         self.pairs = [StoragePair(owner=matrix) for matrix in self.matrices]
-        for direction in Direction:
-            for i, pair in enumerate(self.pairs):
-                if direction is COLUMNWISE and self.quantizer.decodes_columnwise:
-                    continue
-                if direction in self.buffers:
-                    storage = self.buffers[direction].storages[i]
-                elif self.derived is not None:
-                    storage = self.derived.storages[i]
-                else:
-                    storage = self.buffers[ROWWISE].storages[i].as_direction(direction)
-                pair.put(direction, storage)
+        for i, pair in enumerate(self.pairs):
+            for direction, buffers in by_direction.items():
+                pair.put(direction, buffers.storages[i])
+            if self.quantizer.shares_storage:
+                pair.share_rowwise()
         for matrix in state.packed:
             matrix.managed, matrix.gathered = managed, self
         self.pair = self.pairs[0]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..counters import counters
 from ..encoded_matrix import EncodedMatrix, StaleWeightError
-from ..formats import ROWWISE, Direction, Encoding, Format
+from ..formats import Direction, Encoding, Format
 from ..ops import dispatch
 from ..ops.dispatch import Encoded, Statistics
 from ..ops.native import RecordedEncode
@@ -413,16 +413,23 @@ def encode_shards(
     return list(map(results.__getitem__, range(len(shards))))
 
 
-def storage_of(
-    quantizer: WeightQuantizer,
+def encode_piece(
+    piece: Piece,
     direction: Direction,
-    compute_dtype: torch.dtype | None,
-    encode: Callable[[Direction], Storage],
+    dtype: torch.dtype,
+    statistics: Statistics | None,
+    device: torch.device,
 ) -> Storage:
-    """The storage of a direction. encode: of the directions in `quantizer.encodings`."""
-    if direction in quantizer.encodings:
-        return encode(direction)
-    return quantizer.columnwise_of(encode(ROWWISE), compute_dtype=compute_dtype)
+    """The codes of a piece on `device`, neither counted nor recorded in a history.
+
+    dtype:       of an identity side, and to which the storage decodes.
+    statistics:  as of `Shard`.
+    """
+    shard = Shard(piece, direction, dtype, statistics, records=False)
+    with torch.no_grad(), counters.uncounted():
+        (encoded,) = encode_shards([shard], device)
+    encoding = piece.state.quantizer.encodings[direction]
+    return Storage.of(encoded, encoding, piece.values.shape, dtype, piece.row0)
 
 
 class Held:

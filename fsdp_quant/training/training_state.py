@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint import RANKS, SAVED_BY, SKIPPED, fingerprints, of_rank
+from ..checkpoint.files import parsed
 from ..context import STEP
 from ..formats import Direction
 from ..linear.grouped_linear import GroupedLinear
@@ -438,10 +439,7 @@ def _read_moved(
 ) -> tuple[dict[str, dict[str, str]], list[int] | None, bool]:
     """Return (moved, [rank, world size] or None, is_skipped) of `state["moved"]`. Raises
     ValueError."""
-    try:
-        facts = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        facts = None
+    facts = parsed(text)
     is_valid = isinstance(facts, dict)
     moved = facts if isinstance(facts, dict) else {}
     saved_by, skipped = moved.pop(SAVED_BY, None), moved.pop(SKIPPED, False)

@@ -395,9 +395,9 @@ class CastPlan:
                     narrow = 2 * (dtype is torch.bfloat16)
                     out = self._address(weight.name, direction, part)
                     self._runs[0].add(0, out, end - start, narrow=narrow, master=index)
+        self._runs = [runs for runs in self._runs if runs.rows]
         for runs in self._runs:
-            if runs.rows:
-                runs.lay(self._device)
+            runs.lay(self._device)
 
     def _lay_scales(self, side: _Side) -> None:
         weight, fmt, direction = side.weight, side.encoding.fmt, side.encoding.direction
@@ -434,13 +434,10 @@ class CastPlan:
                 rows[row, 4] = _packed(size == 2, vectors)[0]
             self._tables[i] = group, rows, rows.to(self._device)
         for runs in self._runs:
-            if runs.rows:
-                for row, index in runs.masters.items():
-                    runs.rows[row][0] = masters[index].data_ptr()
-                    runs.rows[row][6] = runs.rows[row][6] & ~1 | (
-                        masters[index].element_size() == 2
-                    )
-                runs.table = torch.tensor(runs.rows, dtype=torch.int64, device=self._device)
+            for row, index in runs.masters.items():
+                runs.rows[row][0] = masters[index].data_ptr()
+                runs.rows[row][6] = runs.rows[row][6] & ~1 | (masters[index].element_size() == 2)
+            runs.table = torch.tensor(runs.rows, dtype=torch.int64, device=self._device)
 
     def _update(self, masters: Sequence[Tensor]) -> None:
         histories = [
@@ -487,8 +484,7 @@ class CastPlan:
                     row, col = weights.works[second]
                     native.cast_pieces(table, weights.tiles[second], row, col, second, skip)
         for runs in self._runs:
-            if runs.rows:
-                native.cast_scales(runs.table, runs.chunks, runs.encodings, skip)
+            native.cast_scales(runs.table, runs.chunks, runs.encodings, skip)
         for weights, *_ in self._tables:
             for encoding in filter(None, weights.encodings):
                 detail = encoding.fmt.name, encoding.direction.value, "native"

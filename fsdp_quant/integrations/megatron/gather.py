@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from ...context import STEP
 from ...gemm import StaleWeightError
 from ...models.steps import name_of
+from ...ops.layout import COMPACT
+from ...storage import Storage, to_gemm_operands
 from ...tensor import torch_compat
 from ...tensor.agreement import agree, maximum
 from ...tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
@@ -188,7 +190,21 @@ class GroupCodes:
             self.sync.finish()
             if self._values is not None:
                 self._values.finish()
+            self._lay_out()
         self._is_gathering = False
+
+    def _lay_out(self) -> None:
+        """Convert the codes to what GEMMs read, of all weights at once."""
+        pairs = [(proxy.state, synced, synced._pair) for *_, proxy, synced in self._weights]
+        targets = [
+            (pair, storage, layout)
+            for state, synced, pair in pairs
+            for direction, layout in (state.layouts(synced.dtype, synced.device) or {}).items()
+            if isinstance(storage := pair.get(direction), Storage) and layout != COMPACT
+        ]
+        operands = to_gemm_operands([(storage, layout) for _, storage, layout in targets])
+        for (pair, storage, layout), operand in zip(targets, operands):
+            pair.cache_operand(storage.direction, layout, operand)
 
     def check_values(self, module: nn.Module, *_) -> None:
         """Raise StaleWeightError if a state dict would hold stale values."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format
 from .. import extension, opaque
-from ..capability import ARCHITECTURES, Place, arch_of, is_compiled, unsupported_reason
+from ..capability import ARCHITECTURES, Place, is_compiled, unsupported_reason
 
 COMPACT, OPERAND = 0, 3  # layouts of csrc/quantize/quantize.h, as HOPPER and BLACKWELL
 TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
@@ -164,19 +164,10 @@ def supported(fmt: Format, device: Place) -> dict[str, str | None]:
     blackwell = (
         "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
     )
-    return {
-        "quantize": reason,
-        "statistics": reason,
-        "dequantize": reason,
-        "transpose": reason,
-        "swizzle": reason or blackwell,
-    }
-
-
-def scale_layout(x: Tensor) -> int:
-    """Return the layout in which the tensor cores of x's device read scales."""
-    return scale_layout_of(arch_of(x.device))
+    of_codes = dict.fromkeys(("quantize", "statistics", "dequantize", "transpose"), reason)
+    return of_codes | {"swizzle": reason or blackwell}
 
 
 def scale_layout_of(arch: str) -> int:
+    """Return the layout in which the tensor cores of `arch` read scales."""
     return ARCHITECTURES[arch].scale_layout if arch in ARCHITECTURES else COMPACT

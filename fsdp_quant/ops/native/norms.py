@@ -15,9 +15,10 @@ _ops = torch.ops.fsdp_quant
 WIDEST_NORM = 16384
 
 
-@opaque.traced_as(lambda x: x.storage_offset() * x.element_size())  # allocators align storages
+@opaque.traced_as(lambda x: x.storage_offset() * x.element_size())
 def _begins_at(x: Tensor) -> int | torch.SymInt:
-    """Return the address of the first byte. While a graph is traced, return the offset."""
+    """Return the address of the first byte. While a graph is traced, return the offset in the
+    storage, which allocators align."""
     return x.data_ptr()
 
 

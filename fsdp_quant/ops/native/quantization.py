@@ -133,7 +133,7 @@ def multi_tensor_amax(
     outputs = iter(
         _ops.statistics_group(rows, pack_encoding(encoding), columnwise, row0, round_to_bf16)
     )
-    return [(next(outputs), next(outputs) if encoding.fmt.tensor_scale else None) for _ in x]
+    return [(next(outputs), next(outputs) if encoding.fmt.tensor_scale else None) for _ in row0]
 
 
 @functools.lru_cache(maxsize=1024)

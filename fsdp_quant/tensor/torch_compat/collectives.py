@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -30,9 +30,17 @@ def all_gather(
     return gather(out, segment, group=group, async_op=async_op)
 
 
+# Whether NCCL runs a group's collectives of a type of devices: asking takes as long as a launch.
+_IS_NCCL: MutableMapping[dist.ProcessGroup, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
 def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """NCCL runs collectives of the device's tensors in torch's own group."""
-    return group.__class__ is dist.ProcessGroup and group._get_backend(device).name() == "nccl"
+    by_type = _IS_NCCL.setdefault(group, {})
+    if device.type not in by_type:
+        is_torchs = group.__class__ is dist.ProcessGroup
+        by_type[device.type] = is_torchs and group._get_backend(device).name() == "nccl"
+    return by_type[device.type]
 
 
 def all_gather_rows(

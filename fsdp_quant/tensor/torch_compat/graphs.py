@@ -79,6 +79,12 @@ def mark_static_address(tensors: Sequence[Tensor]) -> None:
         setattr(tensor, "_dynamo_static_input_type", "unguarded")
 
 
+def expect_graphs(count: int) -> None:
+    """Let dynamo compile each function that often again: beyond its limit it runs eagerly."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.config.recompile_limit += count
+
+
 def body_is_traced() -> bool:
     """torch.compile traces the body of an operator (torch.utils.checkpoint), which may write
     nothing from outside. Call it in a function that a trace runs."""
