@@ -980,6 +980,16 @@ def _one_program(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match="cannot be cut"):
             axis, x = TensorParallel(group, column, dim), torch.ones(64, 64, dtype=torch.bfloat16)
             among_ranks.multiply_shared(layer, None, x, layer.weight, None, axis)
+    for recipe, served in itertools.product(("mxfp8", "fp8_delayed"), (one, lambda *_: None)):
+        among_ranks._ranks_of_step = served
+        layer = fq.Linear(64, 96, False, recipe=recipe, dtype=torch.bfloat16)
+        uneven = torch.ones(64 - 32 * rank, 64, dtype=torch.bfloat16)  # of 96 rows, on two ranks
+        mesh = mesh_of(tp=world)
+        whole_shape, stride = torch.Size((95, 64)), (64, 1)
+        owner = DTensor.from_local(uneven, mesh, [Shard(0)], shape=whole_shape, stride=stride)
+        with pytest.raises(ValueError, match="do not divide"):
+            axis = TensorParallel(group, True, 0)
+            among_ranks.multiply_shared(layer, owner, uneven, layer.weight, None, axis)
 
 
 def _programs_of_ranks(rank: int, world: int) -> None:

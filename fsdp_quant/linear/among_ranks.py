@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
 
 import torch
@@ -22,7 +22,7 @@ from ..tensor import torch_compat
 from . import fused
 from .base import BaseLinear
 from .call import Call, StepRanks, check_travels
-from .cut import SequenceCut, TensorParallel
+from .cut import Name, SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
 from .plan import GemmPlan
 from .program import linear, pieces
@@ -170,21 +170,26 @@ def _multiply(
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
         ids = axis.slot_ids(runtime.name, weight.shape, x.device)
         call = call._replace(step=step, ids=ids)
-    if plan.input.delayed_directions:
-        owner = None  # amaxes are recorded for one layer
-    ranks = _ranks_of_step(call, x, weight, bias, owner is None)
+    # amaxes are recorded for one layer
+    shares = axis.gathered_slot == "input" and not plan.input.delayed_directions
+    handed = Handed(owner=owner if shares else None)
+    ranks = _ranks_of_step(call, x, weight, bias, handed.owner is None, owner)
     if ranks is not None:
-        handed = Handed(owner=owner if axis.gathered_slot == "input" else None)
         return fused.linear(x, weight, bias, call._replace(ranks=ranks), handed)
     return fused.unwritten(linear(x, weight, bias, call, owner), weight, x.requires_grad)
 
 
 def _ranks_of_step(
-    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, is_alone: bool
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_alone: bool,
+    owner: Tensor | None,
 ) -> StepRanks | None:
     """Return `Call.ranks` where one compiled call per pass gives the bytes of the program.
 
-    is_alone:  no other layer reads x.
+    is_alone:  the call shares x with no other layer. owner: x, the DTensor over it, or None.
     """
     axis = known(call.axis, "the ranks")
     column, is_cut, ranks = axis.column, axis.sequence_dim is not None, axis.group.size()
@@ -195,15 +200,14 @@ def _ranks_of_step(
         return None
     dim, count = -1, 1
     if is_cut:
-        shape, (multiple, in_pieces) = (*x.shape[:-1], weight.shape[0]), served
-        cut = axis.cut_of("input", x) or axis.output_cut(shape, call.described("output"))
-        dim, chunk, outer = (cut := known(cut, "the cut")).dim, cut.chunk, cut.outer
-        count = 1 if column or outer > 1 else pieces(chunk, weight.shape)
-        adds_dx = column and not is_alone  # to that of other layers
-        if chunk % multiple or (count > 1 and not in_pieces):
+        multiple, in_pieces = served
+        cut = _cut_of(axis, x if owner is None else owner, weight, call.described)
+        dim, count = cut.dim, 1 if column or cut.outer > 1 else pieces(cut.chunk, weight.shape)
+        if cut.chunk % multiple or (count > 1 and not in_pieces):
             return None
-        if adds_dx and not fused.can_add(call.plan, call.plan.resolved(x.dtype, x.device), 1):
-            return None
+        resolved = call.plan.resolved(x.dtype, x.device)
+        if column and not is_alone and not fused.can_add(call.plan, resolved, 1):
+            return None  # dx is added to that of other layers
     spans_weight = call.weight_group is not None
     return axis.group.group_name, column, dim, axis.reduces, spans_weight, count, 0
 
@@ -246,17 +250,21 @@ def _check(
     slot, column = axis.gathered_slot, axis.column
     if slot is None:
         return
-    shape = tuple(owner.shape) if column else (*owner.shape[:-1], weight.shape[0])
-    is_whole = not column or isinstance(owner, DTensor)
-    cut_of = SequenceCut.of_whole if is_whole else SequenceCut.of_local
     # a graph does not depend on a layer's name, so it is read in the error alone
-    cut = cut_of(
-        shape,
-        axis.cut_dim,
-        axis.group,
-        lambda: f"{layer.runtime.name} {'input' if column else 'output'}",
-    )
+    cut = _cut_of(axis, owner, weight, lambda part: lambda: f"{layer.runtime.name} {part}")
     if layer.recipe.require_native:
         both = torch.is_grad_enabled() and (weight.requires_grad or not column)
         read = tuple(Direction) if both else (ROWWISE,) if column else ()
         check_travels(lambda: layer.runtime.name, plan.hybrid(slot), slot, read, cut)
+
+
+def _cut_of(
+    axis: TensorParallel, owner: Tensor, weight: Tensor, described: Callable[[str], Name]
+) -> SequenceCut:
+    """Return the cut of x or y, and raise ValueError before the first collective of one that ranks
+    do not divide. owner: x, or the DTensor over it."""
+    column = axis.column
+    shape = tuple(owner.shape) if column else (*owner.shape[:-1], weight.shape[0])
+    is_whole = not column or isinstance(owner, DTensor)
+    cut_of = SequenceCut.of_whole if is_whole else SequenceCut.of_local
+    return cut_of(shape, axis.cut_dim, axis.group, described("input" if column else "output"))
