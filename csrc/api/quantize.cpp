@@ -296,7 +296,8 @@ std::vector<at::Tensor> quantize(
   return result;
 }
 
-// Block amaxes per direction, and tensor amaxes of two-level formats.
+}  // namespace
+
 std::vector<at::Tensor> statistics(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row0, bool round_to_bf16) {
   check_input(x);
@@ -322,8 +323,6 @@ std::vector<at::Tensor> statistics(
   check_launch(launch_quantize(launch, stream), "statistics", x.sizes());
   return result;
 }
-
-}  // namespace
 
 Geometry geometry_of(const EncodingSpec& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0) {
   Geometry g = {encoding_sizes(s, columnwise, rows, cols, row0)};

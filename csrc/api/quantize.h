@@ -97,6 +97,9 @@ std::vector<at::Tensor> encode_anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool round_to_bf16, const EncodeExtras& extras = {});
 
+// Block amaxes per direction, and tensor amaxes of two-level formats. row, col: packed encodings.
+std::vector<at::Tensor> statistics(const at::Tensor& x, int64_t row, int64_t col, int64_t row0, bool round_to_bf16);
+
 // Sum x [rows, cols] bf16 over rows: fp32 sums in tiles of 128 rows, rounded once. Returns [cols].
 at::Tensor column_sums(const at::Tensor& x);
 

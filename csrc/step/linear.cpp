@@ -41,6 +41,12 @@ at::Tensor with_shape(const at::Tensor& y, at::IntArrayRef sizes) {
   return at::empty({0}, y.options()).set_(y.storage(), y.storage_offset(), sizes);
 }
 
+// The forward computes columnwise codes of x for the backward, besides those that it multiplies.
+bool saves_columnwise(const LinearCall& call) {
+  if (call.plan->saves == Saves::kInput) return false;
+  return !call.ranks.gathers(kInput) || sent_direction(call, kInput, kColumnwise) == kColumnwise;
+}
+
 // Returns y, then the codes of x (of this rank's rows), computed or given (`codes`, from an earlier call).
 std::vector<at::Tensor> forward(LinearCall& call, const at::Tensor& x, const MaybeTensor& bias, const Weight& weight,
                                 bool dgrad, const MaybeTensor& amaxes, const std::vector<at::Tensor>& codes) {
@@ -49,20 +55,21 @@ std::vector<at::Tensor> forward(LinearCall& call, const at::Tensor& x, const May
   const LinearPlan& plan = *call.plan;
   const OperandSpec(&r)[kDirections] = plan.operand_specs[kInput];
   const at::Tensor rows = !codes.empty() && r[kRowwise].is_quantized() ? x : matrix(x);  // x may have no values
-  const bool col = call.saves && plan.saves == Saves::kCodes;
   Encodings encoded;
   const Ranks& ranks = call.ranks;
-  const bool gathers = ranks.gathers(kInput);
+  const bool gathers = ranks.gathers(kInput), col = call.saves && saves_columnwise(call);
   if (codes.empty()) {
-    encoded = gathers ? encode_rows(call, kInput, rows, true, col)
-                      : quantize_slot(call, kInput, rows, true, col, Amaxes::given(amaxes, x));
+    call.input_amaxes = share_amaxes(call, kInput, rows, true, call.saves);
+    const Amaxes known = ranks.group ? Amaxes::of(call.input_amaxes) : Amaxes::given(amaxes, x);
+    encoded = gathers ? encode_rows(call, kInput, rows, true, col, call.input_amaxes)
+                      : quantize_slot(call, kInput, rows, true, col, known);
   } else {
     size_t at = 0;
     for (const Direction d : {kRowwise, kColumnwise})
-      if (wants(plan, kInput, d, true, col)) encoded[d] = next_encoded(codes, at, r[d]);
+      if (wants(plan, kInput, d, true, col && ranks.reader == 0)) encoded[d] = next_encoded(codes, at, r[d]);
   }
   Encoded of_rows = r[kRowwise].is_quantized() ? encoded[kRowwise] : Encoded{rows, {}, {}, {}};
-  if (gathers) of_rows = Gather(call, kInput, kRowwise, of_rows).take(rows.size(0) * ranks.count(), rows.size(1));
+  if (gathers) of_rows = Gather(call, kInput, kRowwise, of_rows).take(kRowwise, rows.size(0) * ranks.count(), rows.size(1));
   const LinearOperand a = operand_of(r[kRowwise], kRowwise, of_rows);
   size_t at = 0;
   const OperandSpec& w = plan.operand_specs[kWeight][kRowwise];
@@ -75,30 +82,32 @@ std::vector<at::Tensor> forward(LinearCall& call, const at::Tensor& x, const May
     y = multiply(a, b, x.scalar_type(), bias);
     record_error(call, kFprop, a, b);
     count(call.handle, kSlots * kDirections + kFprop);
-    if (ranks.group && !ranks.column && (ranks.cut || ranks.sums)) y = Sum(ranks, std::move(y), ranks.cut).take();
+    if (ranks.group && !ranks.column && (ranks.is_cut() || ranks.sums)) y = Sum(ranks, std::move(y), ranks.is_cut()).take();
   }
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = y.size(1);
-  if (ranks.cut) sizes[0] = ranks.column ? sizes[0] * ranks.count() : sizes[0] / ranks.count();
+  if (ranks.is_cut()) sizes[ranks.cut] = ranks.column ? sizes[ranks.cut] * ranks.count() : sizes[ranks.cut] / ranks.count();
   std::vector<at::Tensor> result = {with_shape(y, sizes)};
   for (const Direction d : {kRowwise, kColumnwise}) append(result, r[d], encoded[d]);
   return result;
 }
 
-// What the backward needs of x, from the forward's result.
-std::vector<at::Tensor> saved_for_backward(const LinearCall& call, const at::Tensor& x,
+// What the backward needs of x, from the forward's result. codes: the operand of an x that layers share, and what they save.
+std::vector<at::Tensor> saved_for_backward(const LinearCall& call, const at::Tensor& x, const std::vector<at::Tensor>& codes,
                                            const std::vector<at::Tensor>& result) {
   const LinearPlan& plan = *call.plan;
   if (!call.saves) return {};
+  if (call.ranks.reader != 0) return {codes.begin() + 2, codes.end()};  // behind data and scale
   if (plan.saves == Saves::kInput) return {x};
   const OperandSpec(&r)[kDirections] = plan.operand_specs[kInput];
   size_t at = 1;
   Encoded x_codes;
+  const bool col = saves_columnwise(call);
   for (const Direction d : {kRowwise, kColumnwise})
-    if (wants(plan, kInput, d, true, true))
+    if (wants(plan, kInput, d, true, col))
       x_codes = next_encoded(result, at, r[d]);  // the last one is columnwise or replaces it
   std::vector<at::Tensor> saved;
-  append(saved, r[kColumnwise].same ? r[kRowwise] : r[kColumnwise], x_codes);
+  append(saved, r[kColumnwise].same || !col ? r[kRowwise] : r[kColumnwise], x_codes);
   return saved;
 }
 
@@ -119,36 +128,42 @@ std::array<at::Tensor, 3> backward(
   const int64_t rows = dy.size(0) * (gathers ? ranks.count() : 1), cols = dy.size(1);
   std::array<at::Tensor, 3> result;
   const EncodeExtras extras = {nullptr, nullptr, needs_b ? &result[2] : nullptr};
-  Encodings encoded = gathers ? encode_rows(call, kGradOutput, dy, needs_x, needs_w)
-                              : quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known, extras);
+  const ScalingAmaxes amaxes = share_amaxes(call, kGradOutput, dy, needs_x, needs_w);
+  Encodings encoded = gathers ? encode_rows(call, kGradOutput, dy, needs_x, needs_w, amaxes)
+                              : quantize_slot(call, kGradOutput, dy, needs_x, needs_w, ranks.group ? Amaxes::of(amaxes) : known, extras);
   if (needs_b && !result[2].defined()) result[2] = dy.sum(0);
   std::optional<Gather> gathered[kDirections], input;
-  for (int d = 0; d < kDirections; ++d) {
+  for (const Direction d : {kRowwise, kColumnwise}) {
     if (!r[d].is_quantized()) encoded[d].data = dy;
-    if (gathers && needs[d]) gathered[d].emplace(call, kGradOutput, static_cast<Direction>(d), encoded[d]);
+    const Direction sent = sent_direction(call, kGradOutput, d);
+    if (gathers && needs[d] && !gathered[sent].has_value()) gathered[sent].emplace(call, kGradOutput, sent, encoded[sent]);
   }
   dy.reset();
   Encoded x_codes;
-  if (needs_w && plan.saves == Saves::kCodes) {
+  std::vector<at::Tensor> shared;
+  if (ranks.reader != 0) {
+    shared = exchange(call, false, saved);
+    saved.clear();
+  } else if (needs_w && plan.saves == Saves::kCodes) {
     size_t at = 0;
     x_codes = next_encoded(saved, at, of_x);
   } else if (needs_w) {
     x_codes.data = matrix(saved.at(0));
     if (ranks.gathers(kInput)) {
-      x_codes = encode_rows(call, kInput, x_codes.data, false, true)[kColumnwise];
+      x_codes = encode_rows(call, kInput, x_codes.data, false, true, call.input_amaxes)[sent_direction(call, kInput, kColumnwise)];
     } else if (of_x.is_quantized()) {
-      Encodings requantized = quantize_slot(call, kInput, x_codes.data, false, true, {});
+      Encodings requantized = quantize_slot(call, kInput, x_codes.data, false, true, Amaxes::of(call.input_amaxes));
       x_codes = requantized[of_x.same ? kRowwise : kColumnwise];
     }
   }
   if (needs_w && ranks.gathers(kInput)) input.emplace(call, kInput, kColumnwise, x_codes);
   const auto gradient = [&](Direction d) {
-    if (gathered[d].has_value()) encoded[d] = gathered[d]->take(rows, cols);
+    if (gathers) encoded[d] = gathered[sent_direction(call, kGradOutput, d)]->take(d, rows, cols);
     return operand_of(r[d], d, encoded[d == kColumnwise && r[d].same ? kRowwise : d]);
   };
   const auto wgrad = [&] {
     const LinearOperand a = gradient(kColumnwise);
-    if (input.has_value()) x_codes = input->take(rows, codes_of(of_x.spec, x_codes.data.size(1)));
+    if (input.has_value()) x_codes = input->take(kColumnwise, rows, codes_of(of_x.spec, x_codes.data.size(1)));
     const LinearOperand b = operand_of(of_x, kColumnwise, x_codes, &a);
     if (call.main_grad.has_value()) {
       product_into(*call.main_grad, a, b, true);
@@ -163,14 +178,25 @@ std::array<at::Tensor, 3> backward(
     const OperandSpec& w = plan.operand_specs[kWeight][kColumnwise];
     size_t at = 0;
     const LinearOperand b = operand_of(w, kColumnwise, next_encoded(call.columnwise, at, w), &a);
-    result[0] = multiply(a, b, dtype, std::nullopt);
+    if (shared.empty()) {
+      result[0] = multiply(a, b, dtype, std::nullopt);
+    } else {
+      product_into(result[0] = shared[0], a, b, true);
+    }
     record_error(call, kDgrad, a, b);
     count(call.handle, kSlots * kDirections + kDgrad);
   };
   std::optional<Sum> sum;
   if (ranks.group && needs_x) {
     dgrad();
-    if (ranks.column && (ranks.cut || ranks.sums)) sum.emplace(ranks, std::move(result[0]), ranks.cut);
+    if (ranks.column && ranks.reader == 0 && (ranks.is_cut() || ranks.sums)) sum.emplace(ranks, std::move(result[0]), ranks.is_cut());
+  }
+  if (ranks.reader != 0) {
+    std::vector<at::Tensor> dx;
+    if (needs_x) dx.push_back(std::move(result[0]));
+    shared = exchange(call, true, dx);
+    size_t at = 0;
+    if (needs_w) x_codes = next_encoded(shared, at, of_x);
   }
   if (needs_w) wgrad();
   saved.clear(), x_codes = {}, encoded[kColumnwise] = {};
@@ -191,7 +217,7 @@ struct Linear : torch::autograd::Function<Linear> {
       const c10::intrusive_ptr<LinearCall>& call, const Weight* weight, bool dgrad, const MaybeTensor* amaxes,
       const std::vector<at::Tensor>* codes, std::vector<at::Tensor>* result) {
     *result = step::forward(*call, x, bias, *weight, dgrad, *amaxes, *codes);
-    call->dgrad = dgrad, call->saved_input.save(saved_for_backward(*call, x, *result));
+    call->dgrad = dgrad, call->saved_input.save(saved_for_backward(*call, x, *codes, *result));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
     ctx->saved_data["dtype"] = static_cast<int64_t>(edge.scalar_type());
     ctx->saved_data["shape"] = x.sizes();
@@ -222,7 +248,7 @@ struct Linear : torch::autograd::Function<Linear> {
       const Amaxes known = Amaxes::given(call->grad_amaxes, dy);
       dy = matrix(dy);
       auto [dx, dw, db] = step::backward(*call, std::move(dy), std::move(saved), needs_x, needs_w, needs_b, known);
-      if (needs_x) input_grads[0] = with_shape(dx, ctx->saved_data["shape"].toIntVector());
+      if (dx.defined()) input_grads[0] = with_shape(dx, ctx->saved_data["shape"].toIntVector());
       if (needs_w && call->main_grad.has_value()) dw = placeholder_of(*call, dtype_of_weight);
       if (dw.defined()) input_grads[1] = dw.scalar_type() == dtype_of_weight ? dw : dw.to(dtype_of_weight);
       if (needs_b) input_grads[2] = db.to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
@@ -272,13 +298,17 @@ std::vector<at::Tensor> linear_step(
     at::TensorList columnwise, int64_t plan, bool round_to_bf16, bool save, const at::Tensor& step, const at::Tensor& ids,
     const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors, at::TensorList weight_factors,
     at::TensorList histories, at::TensorList grad_histories, at::TensorList weight_histories, at::TensorList codes,
-    const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes, c10::string_view group, bool column, bool cut, bool sums,
-    int64_t pieces, const MaybeTensor& main_grad, int64_t placeholder) {
+    const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes, c10::string_view group, bool column, int64_t cut, bool sums,
+    bool spans_weight, int64_t pieces, int64_t reader, const MaybeTensor& main_grad, int64_t placeholder) {
   check_cuda(x, "x");
   const Weight weight = {values, round_to_bf16, rowwise, columnwise, weight_factors, weight_histories};
   const auto call = call_of(plan, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
   call->grad_amaxes = grad_amaxes;
-  if (!group.empty()) call->ranks = {c10d::resolve_process_group(std::string(group)), column, cut, sums, pieces};
+  if (!group.empty()) {
+    TORCH_CHECK_VALUE(cut < x.dim() - 1, "dim ", cut, " of x ", x.sizes(), " is cut; wanted one before the last");
+    const int64_t outer = cut < 0 ? 1 : c10::multiply_integers(x.sizes().slice(0, cut));
+    call->ranks = {c10d::resolve_process_group(std::string(group)), column, cut, sums, spans_weight, pieces, reader, outer};
+  }
   call->main_grad = main_grad, call->placeholder = static_cast<Placeholder>(placeholder);
   const std::vector<at::Tensor> given = codes.vec();
   if (!kWithNode || !at::GradMode::is_enabled()) return forward(*call, x, bias, weight, false, amaxes, given);
@@ -296,7 +326,7 @@ void register_linear(torch::Library& m) {
       "linear_step(Tensor x, Tensor edge, Tensor? bias, Tensor? values, Tensor[] rowwise, Tensor[] columnwise, int plan, "
       "bool round_to_bf16, bool save, Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, "
       "Tensor[] weight_factors, Tensor[] histories, Tensor[] grad_histories, Tensor[] weight_histories, Tensor[] codes, "
-      "Tensor? amaxes, Tensor? grad_amaxes, str group, bool column, bool cut, bool sums, int pieces, "
+      "Tensor? amaxes, Tensor? grad_amaxes, str group, bool column, int cut, bool sums, bool spans_weight, int pieces, int reader, "
       "Tensor? main_grad, int placeholder) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_step<false>));
   m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step<true>));

@@ -50,6 +50,12 @@ c10::intrusive_ptr<LinearCall> call_of(
   return call;
 }
 
+bool share_codes(const OperandSpec (&r)[kDirections]) {
+  const OperandSpec &row = r[kRowwise], &col = r[kColumnwise];
+  const bool equal = compact_encoding(row.packed) == compact_encoding(col.packed) && row.spec.eps == col.spec.eps;
+  return row.is_quantized() && equal && row.factor == col.factor && row.spec.outer == row.spec.contraction;
+}
+
 bool wants(const LinearPlan& plan, Slot slot, Direction d, bool row, bool col) {
   const OperandSpec(&r)[kDirections] = plan.operand_specs[slot];
   if (d == kColumnwise) return col && r[d].is_quantized() && !r[d].same;
@@ -80,8 +86,9 @@ int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::strin
   return static_cast<int64_t>(r.plans.size()) - 1;
 }
 
-// Counters since the last call, int64 [plans, 13]: quantizations of the input, weight and gradient (rowwise, columnwise),
-// GEMMs (fprop, dgrad, wgrad), bytes of codes that ranks gathered of the input and of the gradient (rowwise, columnwise).
+// Counters since the last call, int64 [plans, 15]: quantizations of the input, weight and gradient (rowwise, columnwise),
+// GEMMs (fprop, dgrad, wgrad), bytes of codes that ranks gathered of the input and of the gradient (rowwise, columnwise),
+// all-reduces of amaxes of activations and of weights.
 at::Tensor linear_counts() {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);

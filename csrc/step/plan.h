@@ -47,11 +47,13 @@ struct OperandSpec {
 constexpr int kSpecFields = 5;
 constexpr int64_t kScaledValues = 1 << 3;  // kind of 16-bit values with a tensor scale
 enum { kFprop, kDgrad, kWgrad, kGemms };
-// Counters: quantizations, GEMMs, bytes of codes that ranks gathered of the input and of the gradient.
+// Counters: quantizations, GEMMs, bytes of codes that ranks gathered of the input and of the gradient, all-reduces of amaxes of
+// activations and of weights.
 constexpr int gathered_bytes_of(Slot slot, Direction d) {
   return kSlots * kDirections + kGemms + (slot == kInput ? 0 : kDirections) + d;
 }
-constexpr int kCounts = gathered_bytes_of(kGradOutput, kColumnwise) + 1;
+constexpr int amaxes_of(Slot slot) { return gathered_bytes_of(kGradOutput, kColumnwise) + (slot == kWeight ? 2 : 1); }
+constexpr int kCounts = amaxes_of(kWeight) + 1;
 
 struct LinearPlan {
   OperandSpec operand_specs[kSlots][kDirections];
@@ -68,16 +70,30 @@ void count(int64_t handle, int what, int64_t times = 1);
 struct Ranks {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   bool column;  // each holds rows of the weight; else columns
-  bool cut;     // x (column) or y (else) along its rows
+  int64_t cut;  // the dim of x (column) or y (else) that is cut; -1: none
   bool sums;    // without a cut: dx (column) or y (else) is summed here
+  bool spans_weight;  // scales of a whole tensor are those of the whole weight
   int64_t pieces;  // in which y is scattered
+  int64_t reader;  // of a cut x that other layers read too (`exchange`); 0: this layer alone gathers it, and scatters dx
+  int64_t outer;  // of rows [outer, chunk] of a rank, and [outer, ranks, chunk] of all; 1 without a cut
 
-  bool gathers(Slot slot) const { return cut && slot == (column ? kInput : kGradOutput); }
+  bool is_cut() const { return cut >= 0; }
+  bool gathers(Slot slot) const { return is_cut() && reader == 0 && slot == (column ? kInput : kGradOutput); }
+  // A scale follows from values of all ranks.
+  bool spans(Slot slot, Direction d, const EncodingSpec& spec) const {
+    if (!group || !spec.present()) return false;
+    if (slot == kWeight) return spans_weight && spec.whole_tensor();
+    if (gathers(slot) && d == kColumnwise) return spec.whole();  // over rows
+    return spec.whole_tensor() && (gathers(slot) || slot == (column ? kGradOutput : kInput));
+  }
   int64_t count() const { return group->getSize(); }
 };
 
 // What autograd is given for a weight whose gradient is added elsewhere: nothing, a tensor that nothing wrote, or zeros.
 enum class Placeholder : int64_t { kNone, kEmpty, kZeros };
+
+// Amaxes of a tensor by which each direction is scaled, as far as they are known.
+using ScalingAmaxes = std::array<MaybeTensor, kDirections>;
 
 // State of one call of a layer, hidden from autograd.
 struct LinearCall : torch::CustomClassHolder {
@@ -92,6 +108,7 @@ struct LinearCall : torch::CustomClassHolder {
   MaybeTensor grad_amaxes;             // written by the previous autograd node: amaxes of dy
   Saved saved_input;                   // of the input
   Ranks ranks = {};
+  ScalingAmaxes input_amaxes = {};     // that ranks share
   bool dgrad = false;                  // the forward left what dgrad reads
   MaybeTensor main_grad;               // fp32, to which the backward adds dw
   Placeholder placeholder = Placeholder::kNone;
@@ -100,6 +117,9 @@ struct LinearCall : torch::CustomClassHolder {
 c10::intrusive_ptr<LinearCall> call_of(
     int64_t plan, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
     at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories);
+
+// The rowwise codes are those of both directions, a transpose apart.
+bool share_codes(const OperandSpec (&r)[kDirections]);
 
 bool wants(const LinearPlan& plan, Slot slot, Direction d, bool row, bool col);
 

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
 #include <torch/version.h>
 
 #include "api/operands.h"
@@ -16,50 +18,103 @@
 
 namespace fsdp_quant::step {
 
-Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col) {
-  EncodingSpec specs[kDirections] = {};
+ScalingAmaxes share_amaxes(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col, bool round_to_bf16) {
+  const OperandSpec(&r)[kDirections] = call.plan->operand_specs[slot];
+  const bool is_one = share_codes(r), wanted[kDirections] = {row || (col && is_one), col && !is_one};
+  ScalingAmaxes result;
+  if (!call.ranks.group) return result;
+  int64_t packed[kDirections] = {};
+  for (const Direction d : {kRowwise, kColumnwise})
+    if (wanted[d] && call.ranks.spans(slot, d, r[d].spec)) packed[d] = compact_encoding(r[d].packed);
+  if (packed[kRowwise] == 0 && packed[kColumnwise] == 0) return result;
+  std::vector<at::Tensor> amaxes = statistics(x, packed[kRowwise], packed[kColumnwise], 0, round_to_bf16);
+  for (at::Tensor& amax : amaxes) amax = amax.view({-1});
+  const at::Tensor all = amaxes.size() == 1 ? amaxes[0] : at::cat(amaxes);
+  std::vector<at::Tensor> bits = {all.view(at::kInt)};  // NaN, the largest, stays
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  call.ranks.group->allreduce(bits, options)->wait();
+  count(call.handle, amaxes_of(slot));
+  int64_t at = 0;
+  auto next = amaxes.begin();
   for (const Direction d : {kRowwise, kColumnwise}) {
-    if (!wants(*call.plan, slot, d, row, col)) continue;
-    const OperandSpec& r = call.plan->operand_specs[slot][d];
-    const bool is_known = r.is_anchored() || (r.spec.scale_layout == ScaleLayout::kHopper && r.spec.outer == 1 && r.kind != 0);
-    TORCH_CHECK_NOT_IMPLEMENTED(is_known && !r.spec.two_level() && !r.spec.stochastic,
-                                "ranks exchange codes of blocks of lines, rounded to nearest");
-    specs[d] = r.spec, specs[d].transposed = false, specs[d].scale_layout = ScaleLayout::kCompact;
-    count(call.handle, slot * kDirections + d);
+    if (packed[d] == 0) continue;
+    result[d] = all.narrow(0, at, next->numel());
+    at += (next++)->numel();
   }
-  return encode_directions(specs, x, {}, std::nullopt, false, std::nullopt);
+  if (is_one) result[kColumnwise] = result[kRowwise];
+  return result;
 }
+
+Direction sent_direction(const LinearCall& call, Slot slot, Direction d) {
+  return share_codes(call.plan->operand_specs[slot]) ? kRowwise : d;
+}
+
+Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col, const ScalingAmaxes& amaxes) {
+  EncodingSpec specs[kDirections] = {};
+  const bool needs[kDirections] = {row, col};
+  for (const Direction d : {kRowwise, kColumnwise}) {
+    const Direction sent = sent_direction(call, slot, d);
+    const OperandSpec& r = call.plan->operand_specs[slot][sent];
+    if (!needs[d] || !r.is_quantized() || specs[sent].present()) continue;
+    const bool is_hopper = r.spec.scale_layout == ScaleLayout::kHopper && r.kind != 0;
+    const bool is_known = r.is_anchored() || (is_hopper && (r.spec.outer == 1 || r.spec.whole_tensor()));
+    TORCH_CHECK_NOT_IMPLEMENTED(is_known && !r.spec.two_level() && !r.spec.stochastic,
+                                "ranks exchange codes of blocks of lines, or of tensors, rounded to nearest");
+    specs[sent] = r.spec, specs[sent].transposed = false, specs[sent].scale_layout = ScaleLayout::kCompact;
+    count(call.handle, slot * kDirections + sent);
+  }
+  const Delayed by = delayed_of(call.plan->operand_specs[slot], specs, history_of(call, slot));
+  return encode_directions(specs, x, by, std::nullopt, false, amaxes);
+}
+
+namespace {
+
+// Rows [outer, ranks, chunk] of [ranks, outer, chunk], or back.
+at::Tensor reordered(const at::Tensor& rows, int64_t from, int64_t to) {
+  if (from == 1 || to == 1 || rows.size(0) == 1) return rows;
+  return rows.view({from, to, -1, rows.size(1)}).transpose(0, 1).reshape({-1, rows.size(1)});
+}
+
+}  // namespace
 
 Gather::Gather(const LinearCall& call, Slot slot, Direction d, const Encoded& local)
-    : r_(call.plan->operand_specs[slot][d]), d_(d) {
+    : ranks_(call.ranks), r_(call.plan->operand_specs[slot]), codes_(local) {
   const Ranks& ranks = call.ranks;
-  const auto of_all = [&](const at::Tensor& t) {
-    return new_empty(t, {t.size(0) * ranks.count(), t.size(1)}, t.scalar_type());
-  };
-  codes_.data = of_all(local.data), codes_.scale = of_all(local.scale);
   const auto bytes = [](const at::Tensor& t) { return t.view({-1}).view(at::kByte); };
-  std::vector<at::Tensor> received = {bytes(codes_.data), bytes(codes_.scale)};
-  std::vector<at::Tensor> sent = {bytes(local.data), bytes(local.scale)};
+  std::vector<at::Tensor> received, sent;
+  for (at::Tensor* t : {&codes_.data, &codes_.scale}) {
+    if (t == &codes_.scale && ranks.spans(slot, d, r_[d].spec)) continue;  // all ranks have it
+    sent.push_back(bytes(*t));
+    *t = new_empty(*t, {t->size(0) * ranks.count(), t->size(1)}, t->scalar_type());
+    received.push_back(bytes(*t));
+    count(call.handle, gathered_bytes_of(slot, d), received.back().numel());
+  }
   work_ = ranks.group->all_gather_single_coalesced(received, sent);
-  count(call.handle, gathered_bytes_of(slot, d), received[0].numel() + received[1].numel());
 }
 
-Encoded Gather::take(int64_t rows, int64_t cols) {
-  work_->wait();
-  if (r_.is_anchored()) {
-    OperandSpec compact = r_;
-    compact.packed = compact_encoding(r_.packed);
-    anchor(codes_, compact, d_, rows, cols);
-  } else if (d_ == kColumnwise) {  // scales [blocks, lines] of a multiple of 4 lines, as `kHopper` wants them
-    codes_.data = transpose_codes(codes_.data, rows, cols, 8);
-  } else {
-    codes_.scale = codes_.scale.t().contiguous();
+Encoded Gather::take(Direction d, int64_t rows, int64_t cols) {
+  const OperandSpec& r = r_[d];
+  if (work_) {
+    work_->wait(), work_.reset();
+    for (at::Tensor* t : {&codes_.data, &codes_.scale}) *t = reordered(*t, ranks_.count(), ranks_.outer);
   }
-  return std::move(codes_);
+  Encoded codes = codes_;
+  if (r.is_anchored()) {
+    OperandSpec compact = r;
+    compact.packed = compact_encoding(r.packed);
+    anchor(codes, compact, d, rows, cols);
+    return codes;
+  }
+  // scales [blocks, lines] of a multiple of 4 lines, as `kHopper` wants them; or one for each line, or tensor
+  if (d == kColumnwise) codes.data = transpose_codes(codes.data, rows, cols, 8);
+  codes.scale = r.spec.whole() ? codes.scale.view({-1}) : d == kColumnwise ? codes.scale : codes.scale.t().contiguous();
+  return codes;
 }
 
 Sum::Sum(const Ranks& ranks, at::Tensor y, bool scatters, const MaybeTensor& out) : y_(std::move(y)) {
   if (scatters) {
+    y_ = reordered(y_, ranks.outer, ranks.count());
     sum_ = out.has_value() ? *out : new_empty(y_, {y_.size(0) / ranks.count(), y_.size(1)}, y_.scalar_type());
     work_ = ranks.group->reduce_scatter_single(sum_, y_);
   } else {
@@ -74,11 +129,18 @@ at::Tensor Sum::take() {
   return std::move(sum_);
 }
 
+std::vector<at::Tensor> exchange(const LinearCall& call, bool is_behind, const std::vector<at::Tensor>& tensors) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fsdp_quant::shared_input", "")
+                             .typed<std::vector<at::Tensor>(int64_t, bool, at::TensorList)>();
+  return op.call(call.ranks.reader, is_behind, tensors);
+}
+
 at::Tensor scattered_product(const LinearCall& call, const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype) {
   const Ranks& ranks = call.ranks;
   const int64_t lines = a.data.size(0), chunk = lines / ranks.count(), rows = chunk / ranks.pieces, cols = b.data.size(0);
-  const bool by_line = a.scale->numel() == lines;
-  const at::Tensor scales = by_line ? *a.scale : a.scale->view({-1, round_up(lines, 4)});  // kHopper: [blocks, lines]
+  const bool is_one = a.scale->numel() == 1, by_line = a.scale->numel() == lines;
+  const at::Tensor scales = is_one || by_line ? *a.scale : a.scale->view({-1, round_up(lines, 4)});  // kHopper: [blocks, lines]
   const at::Tensor result = new_empty(a.data, {chunk, cols}, dtype);
   std::vector<Sum> sums;
   for (int64_t start = 0; start < chunk; start += rows) {
@@ -87,7 +149,7 @@ at::Tensor scattered_product(const LinearCall& call, const LinearOperand& a, con
       const int64_t first = rank * chunk + start;
       LinearOperand part = a;
       part.data = a.data.narrow(0, first, rows);
-      part.scale = scales.narrow(by_line ? 0 : 1, first, rows).contiguous();
+      if (!is_one) part.scale = scales.narrow(by_line ? 0 : 1, first, rows).contiguous();
       product_into(y.narrow(0, rank * rows, rows), part, b, false);
       record_error(call, kFprop, part, b);
       count(call.handle, kSlots * kDirections + kFprop);

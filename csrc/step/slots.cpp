@@ -113,9 +113,9 @@ at::Tensor gated_values(const at::Tensor& x, const GatedInput& gated) {
 }  // namespace
 
 Encodings encode_directions(const EncodingSpec (&specs)[kDirections], const at::Tensor& x, const Delayed& by,
-                            const MaybeTensor& key, bool round_to_bf16, const MaybeTensor& amax, const EncodeExtras& extras) {
+                            const MaybeTensor& key, bool round_to_bf16, const ScalingAmaxes& amaxes,
+                            const EncodeExtras& extras) {
   const MaybeTensor none;
-  const auto given = [&](int d) -> const MaybeTensor& { return specs[d].whole_tensor() ? amax : none; };
   MaybeTensor enc[kDirections];
   for (int d = 0; d < kDirections; ++d) {
     if (by.factors[d].empty()) continue;
@@ -123,8 +123,8 @@ Encodings encode_directions(const EncodingSpec (&specs)[kDirections], const at::
     enc[d] = is_shared ? enc[0] : extras.tokens != nullptr ? collect_factors(by.factors[d]) : by.factors[d][0];
   }
   const auto known_of = [&](int d) -> GivenAmaxes {
-    if (extras.tokens != nullptr || by.records[d].empty()) return {given(d), none, enc[d], key, nullptr, by.records[d]};
-    return {given(d), none, enc[d], key, &by.records[d][0]};
+    if (extras.tokens != nullptr || by.records[d].empty()) return {amaxes[d], none, enc[d], key, nullptr, by.records[d]};
+    return {amaxes[d], none, enc[d], key, &by.records[d][0]};
   };
   const GivenAmaxes known[2] = {known_of(0), known_of(1)};
   return encode(x, specs[0], specs[1], known, 0, round_to_bf16, false, nullptr, extras);
@@ -150,8 +150,6 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
                         EncodeExtras extras) {
   const TokenTables* const tokens = extras.tokens;
   const OperandSpec(&r)[kDirections] = call.plan->operand_specs[slot];
-  const History history = slot == kInput ? History{call.factors, call.histories}
-                                         : History{call.grad_factors, call.grad_histories};
   EncodingSpec plain[kDirections] = {};
   int64_t anchors[kDirections] = {};
   MaybeTensor key;
@@ -168,7 +166,7 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
         key = tokens != nullptr ? random_keys(call, slot, *tokens) : random_key(call.step, call.ids, slot, x.size(0));
     }
   }
-  const Delayed by = delayed_of(r, plain, history, tokens != nullptr ? tokens->groups : 1);
+  const Delayed by = delayed_of(r, plain, history_of(call, slot), tokens != nullptr ? tokens->groups : 1);
   const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
   const auto enc_of = [&](int d) { return by.factors[d].empty() ? MaybeTensor() : MaybeTensor(by.factors[d][0]); };
   const MaybeTensor encs[kDirections] = {enc_of(0), enc_of(1)};  // of ungrouped tensors
@@ -184,7 +182,8 @@ Encodings quantize_slot(const LinearCall& call, Slot slot, at::Tensor x, bool ro
   }
   Encodings encoded;
   if (plain[0].present() || plain[1].present()) {
-    encoded = encode_directions(plain, x, by, key, false, extras.tokens == nullptr ? known.whole : std::nullopt, extras);
+    const auto amax_of = [&](int d) { return tokens == nullptr && plain[d].whole_tensor() ? known.whole : std::nullopt; };
+    encoded = encode_directions(plain, x, by, key, false, {amax_of(0), amax_of(1)}, extras);
     extras.column_sums = nullptr;
     for (const Direction d : {kRowwise, kColumnwise})
       if (plain[d].present() && r[d].is_anchored()) anchor(encoded[d], r[d], d, x.size(0), x.size(1));

@@ -16,6 +16,11 @@ struct History {
   const std::vector<at::Tensor>&factors, &amaxes;
 };
 
+// Of the input or the gradient.
+inline History history_of(const LinearCall& call, Slot slot) {
+  return slot == kInput ? History{call.factors, call.histories} : History{call.grad_factors, call.grad_histories};
+}
+
 // Known amaxes of a tensor: whole [1], per row, per column over kAmaxRun rows [runs, cols].
 struct Amaxes {
   MaybeTensor whole, rows, runs;
@@ -26,6 +31,9 @@ struct Amaxes {
     const auto part = [&](int64_t at, int64_t size) { return all.narrow(-1, at, size); };
     return {part(0, 1), part(layout.at_rows(), rows), part(layout.at_runs(), layout.runs() * cols)};
   }
+
+  // by: that scale the directions of a tensor of which no scale spans lines alone.
+  static Amaxes of(const ScalingAmaxes& by) { return {by[kRowwise].has_value() ? by[kRowwise] : by[kColumnwise]}; }
 
   // all: amaxes of x [rows, cols] as AmaxLayout, or only the whole's.
   static Amaxes given(const MaybeTensor& all, const at::Tensor& x) {
@@ -47,9 +55,9 @@ at::Tensor random_key(const at::Tensor& step, const at::Tensor& ids, int64_t slo
 Delayed delayed_of(const OperandSpec (&r)[kDirections], const EncodingSpec (&specs)[kDirections], const History& history,
                    int64_t tensors = 1);
 
-// Quantize x in the present directions and record amaxes of delayed scaling. amax: of x, if known.
+// Quantize x in the present directions and record amaxes of delayed scaling.
 Encodings encode_directions(const EncodingSpec (&specs)[kDirections], const at::Tensor& x, const Delayed& by,
-                            const MaybeTensor& key, bool round_to_bf16, const MaybeTensor& amax,
+                            const MaybeTensor& key, bool round_to_bf16, const ScalingAmaxes& amaxes,
                             const EncodeExtras& extras = {});
 
 // Anchor compact codes of values [rows, cols] (or stacked matrices) as `r` says.

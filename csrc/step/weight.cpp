@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "api/grouped_gemm.h"
+#include "step/ranks.h"
 
 namespace fsdp_quant::step {
 
@@ -49,7 +50,7 @@ std::vector<at::Tensor> stacked_fp4(const at::Tensor& weight, int64_t plan, bool
 
 std::vector<at::Tensor> linear_weight(
     const at::Tensor& weight, int64_t plan, bool row, bool col, bool round_to_bf16, at::TensorList factors,
-    at::TensorList histories) {
+    at::TensorList histories, const ScalingAmaxes& amaxes) {
   const LinearPlan& p = plan_of(plan);
   const OperandSpec(&r)[kDirections] = p.operand_specs[kWeight];
   const std::vector<at::Tensor> scales_by = factors.vec(), recorded = histories.vec();
@@ -92,7 +93,7 @@ std::vector<at::Tensor> linear_weight(
     encoded = encode_stacked(weight, specs[0], specs[1], round_to_bf16,
                              {{by.factors[0], by.records[0]}, {by.factors[1], by.records[1]}});
   } else if (any) {
-    encoded = encode_directions(specs, matrix(weight), by, std::nullopt, round_to_bf16, std::nullopt);
+    encoded = encode_directions(specs, matrix(weight), by, std::nullopt, round_to_bf16, amaxes);
   }
   if (tiles[0].present() || tiles[1].present()) {
     Encodings made = encode_stacked(weight, tiles[0], tiles[1], round_to_bf16, {}, true);
@@ -124,8 +125,9 @@ std::vector<at::Tensor> weight_operand(LinearCall& call, const Weight& weight, b
     return weight.rowwise.vec();
   }
   const OperandSpec(&r)[kDirections] = call.plan->operand_specs[kWeight];
-  std::vector<at::Tensor> buffers =
-      linear_weight(*weight.values, call.handle, true, dgrad, weight.round_to_bf16, weight.factors, weight.histories);
+  const ScalingAmaxes amaxes = share_amaxes(call, kWeight, matrix(*weight.values), true, true, weight.round_to_bf16);
+  std::vector<at::Tensor> buffers = linear_weight(*weight.values, call.handle, true, dgrad, weight.round_to_bf16, weight.factors,
+                                                  weight.histories, amaxes);
   size_t at = 0;
   std::vector<at::Tensor> operands[kDirections];
   for (const Direction d : {kRowwise, kColumnwise}) {
@@ -146,7 +148,10 @@ void register_weight(torch::Library& m) {
   m.def(
       "linear_weight(Tensor weight, int plan, bool row, bool col, bool through_bf16, Tensor[] factors, "
       "Tensor[] histories) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, linear_weight));
+      torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& weight, int64_t plan, bool row, bool col, bool round_to_bf16,
+                                                 at::TensorList factors, at::TensorList histories) {
+        return linear_weight(weight, plan, row, col, round_to_bf16, factors, histories);
+      }));
 }
 
 }  // namespace fsdp_quant::step

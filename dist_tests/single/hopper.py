@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import re
 import sys
 import weakref
@@ -40,7 +41,7 @@ from fsdp_quant.formats import (
     ceil_div,
     round_up,
 )
-from fsdp_quant.linear import base, guard, plan
+from fsdp_quant.linear import base, guard, plan, shared_input
 from fsdp_quant.ops import (
     anchoring,
     capability,
@@ -895,12 +896,12 @@ class Operators:
                 key=key,
             )
         )
-        self.counts.append([0] * 13)
+        self.counts.append([0] * 15)
         return len(self.plans) - 1
 
     def linear_counts(self):
-        counts = torch.tensor(self.counts, dtype=torch.int64).view(-1, 13)
-        self.counts = [[0] * 13 for _ in self.plans]
+        counts = torch.tensor(self.counts, dtype=torch.int64).view(-1, 15)
+        self.counts = [[0] * 15 for _ in self.plans]
         return counts
 
     def token_groups(self, ends, tokens, wrong=None, tag=0):
@@ -1192,7 +1193,9 @@ class Operators:
             else [codes, scale.flatten()]
         )
 
-    def linear_weight(self, weight, plan, row, col, round_to_bf16, factors, histories):
+    def linear_weight(
+        self, weight, plan, row, col, round_to_bf16, factors, histories, amaxes: dict | None = None
+    ):
         if weight.dim() == 3:
             refuse(weight.stride(2) != 1, f"weight has strides {weight.stride()}")
             n, operand_specs = len(weight), self.plans[plan].slots[1]
@@ -1230,12 +1233,12 @@ class Operators:
             self.counts[plan][2 + (d is COLUMNWISE)] += 1
             side = unpack(reading.side, d, reading.eps)
             enc = None if reading.factor < 0 else factors[reading.factor]
-            known = [None] * 8
-            known[2 + 4 * (d is COLUMNWISE)] = enc
+            known, shared = [None] * 8, (amaxes or {}).get(d)
+            known[2 + 4 * (d is COLUMNWISE)], known[4 * (d is COLUMNWISE)] = enc, shared
             compact = side if reading.run == -1 else side._replace(transposed=False)
             made = self._quantized(weight, [compact], 0, round_to_bf16, known)
             if side.encoding.fmt.block[1] is None:
-                amax = made.pop()
+                amax = made.pop() if shared is None else shared
                 if (
                     enc is not None
                     and reading.factor < len(histories)
@@ -1411,13 +1414,18 @@ class Operators:
         column,
         cut,
         sums,
+        spans_weight,
         pieces,
+        reader,
         main_grad,
         placeholder,
     ):
         """Checked as csrc/step/linear.cpp does; the node of autograd is a Python one."""
         call = SimpleNamespace(
-            ranks=_Ranks(group, column, cut, sums, pieces),
+            ranks=_Ranks(
+                *(group, column, cut, sums, spans_weight, pieces, reader),
+                math.prod(x.shape[: max(cut, 0)]),
+            ),
             main_grad=main_grad,
             placeholder=placeholder,
             number=plan,
@@ -1459,8 +1467,9 @@ class Operators:
         if values is None:
             return list(rowwise)
         one, other = call.slots[1]
+        amaxes = self._shared_amaxes(call, 1, _matrix(values), True, True, round_to_bf16)
         made = self.linear_weight(
-            values, call.number, True, dgrad, round_to_bf16, factors, histories
+            values, call.number, True, dgrad, round_to_bf16, factors, histories, amaxes
         )
         fields = 0 if not one.side else self._buffers(one, ROWWISE)
         row = made[:fields] if one.side else [values]
@@ -1499,8 +1508,32 @@ class Operators:
             bool(other.side) and col and not other.same,
         )
 
+    def _shared_amaxes(
+        self, call, slot: int, x: Tensor, row: bool, col: bool, round_to_bf16: bool = False
+    ) -> dict[Direction, Tensor]:
+        """Amaxes that scale x, of all ranks."""
+        needs = [row, col]
+        if _share_codes(call.slots[slot]):
+            needs = [row or col, False]
+        shared = {}
+        for d, reading, needed in zip(Direction, call.slots[slot], needs):
+            side = unpack(reading.side, d) if needed else None
+            if side is not None and call.ranks.spans(slot, side.encoding):
+                values = reference.prepared(_seen(x, round_to_bf16), side.encoding)
+                shared[d], _ = reference.statistics(values, side.encoding, 0)
+        if not shared:
+            return {}
+        self.counts[call.number][13 + (slot == 1)] += 1
+        everything = torch.cat([amax.reshape(-1) for amax in shared.values()])
+        dist.all_reduce(everything.view(torch.int32), dist.ReduceOp.MAX, call.ranks.process_group)
+        pieces = everything.split([amax.numel() for amax in shared.values()])
+        shared = {d: p.view(amax.shape) for (d, amax), p in zip(shared.items(), pieces)}
+        if _share_codes(call.slots[slot]):
+            shared[COLUMNWISE] = shared[ROWWISE]
+        return shared
+
     def _step_quantize(
-        self, call, slot: int, x: Tensor, row: bool, col: bool
+        self, call, slot: int, x: Tensor, row: bool, col: bool, amaxes: dict | None = None
     ) -> dict[Direction, list[Tensor]]:
         operand_specs, made, recorded = call.slots[slot], {}, set()
         group = slot // 2  # of the input, of the gradient
@@ -1530,11 +1563,12 @@ class Operators:
             )
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
+            known[4 * (d is COLUMNWISE)] = shared = (amaxes or {}).get(d)
             made[d] = self._quantized(x, [side], 0, False, known)
             # the tensor amax is in the scale of an operand
             del made[d][2 + (side.layout != native.OPERAND) :]
             if side.encoding.fmt.block[1] is None:
-                amax = made[d].pop()
+                amax = made[d].pop() if shared is None else shared
                 if (
                     enc is not None
                     and reading.factor < len(call.histories[group])
@@ -1547,31 +1581,48 @@ class Operators:
                 self.calls.pop()
         return made
 
-    def _step_rows(self, call, slot: int, x: Tensor, row: bool, col: bool) -> dict:
-        """Compact codes of this rank's rows, as they travel."""
-        made = {}
-        wanted = self._wanted(call.slots[slot], row, col)
-        for d, reading in zip(Direction, call.slots[slot]):
-            if not wanted[d is COLUMNWISE]:
+    def _step_rows(self, call, slot: int, x: Tensor, row: bool, col: bool, amaxes: dict) -> dict:
+        """Compact codes of this rank's rows, as they travel: one set, where it serves both."""
+        made, needs = {}, [row, col]
+        if _share_codes(call.slots[slot]):
+            needs = [row or col, False]
+        for d, reading, needed in zip(Direction, call.slots[slot], needs):
+            if not (needed and reading.side):
                 continue
             refuse(
                 reading.run == -1 and unpack(reading.side, d).layout != native.HOPPER,
-                "ranks exchange codes of blocks of lines",
+                "ranks exchange codes of blocks of lines, or of tensors",
             )
             self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
             side = unpack(reading.side, d, reading.eps)
-            side = side._replace(transposed=False, layout=native.COMPACT)
-            made[d] = self._quantized(x, [side], 0, False, [None] * 8)[:2]
+            side, known = side._replace(transposed=False, layout=native.COMPACT), [None] * 8
+            known[4 * (d is COLUMNWISE)] = amaxes.get(d)
+            if reading.factor >= 0:
+                known[4 * (d is COLUMNWISE) + 2] = call.factors[slot // 2][reading.factor]
+                for history in call.histories[slot // 2][reading.factor :][:1]:
+                    self.record_amax(history, amaxes[d])
+            made[d] = self._quantized(x, [side], 0, False, known)[:2]
         return made
 
-    def _of_all_ranks(self, call, slot: int, d: Direction, buffers: list[Tensor]) -> list[Tensor]:
-        """The operand of all ranks' rows."""
+    def _sent(self, call, slot: int, d: Direction, buffers: list[Tensor]) -> list[Tensor]:
+        """Compact codes of all ranks' rows."""
         reading = call.slots[slot][d is COLUMNWISE]
-        whole = [call.ranks.gathered(b) for b in buffers]
+        spans = call.ranks.spans(slot, unpack(reading.side, d).encoding)
+        sent = buffers[:1] if spans else buffers  # all ranks have the scale
+        whole = [call.ranks.gathered(b) for b in sent]
         self.counts[call.number][9 + slot + (d is COLUMNWISE)] += sum(b.nbytes for b in whole)
+        return whole + buffers[len(sent) :]
+
+    def _of_all_ranks(self, call, slot: int, d: Direction, whole: list[Tensor]) -> list[Tensor]:
+        """The operand of all ranks' rows, of their codes."""
+        reading = call.slots[slot][d is COLUMNWISE]
         if reading.run == -1:
-            as_it_is = whole[d is COLUMNWISE]  # of codes and scales
-            return [t if t is as_it_is else t.t().contiguous() for t in whole]
+            data, scale = whole
+            if unpack(reading.side, d).encoding.fmt.scale_leaves_contraction:
+                scale = scale.flatten()
+            elif d is ROWWISE:
+                scale = scale.t().contiguous()
+            return [data if d is ROWWISE else data.t().contiguous(), scale]
         codes, size = unpack(reading.side, d).encoding.fmt.element.packing
         shape = len(whole[0]), whole[0].shape[1] // size * codes
         made = self._anchors_of(whole, reading, d, shape)
@@ -1641,10 +1692,11 @@ class Operators:
         self, call, x, bias, weight, dgrad, codes
     ) -> tuple[list[Tensor], list[Tensor]]:
         """([y, codes of x], what the backward keeps)."""
-        rows = _matrix(x)
+        rows, ranks, gathers = _matrix(x), call.ranks, call.ranks.gathers(0)
         operand_specs, col = call.slots[0], call.save and not call.saves_input
-        wanted = self._wanted(operand_specs, True, col)
-        ranks, gathers = call.ranks, call.ranks.gathers(0)
+        if gathers and _share_codes(operand_specs):
+            col = False
+        wanted = self._wanted(operand_specs, True, col and not ranks.reader)
         if codes:
             rest, made = list(codes), {}
             for d, reading, there in zip(Direction, operand_specs, wanted):
@@ -1653,37 +1705,52 @@ class Operators:
                     made[d], rest = rest[:fields], rest[fields:]
         else:
             encode = self._step_rows if gathers else self._step_quantize
-            made = encode(call, 0, rows, True, col)
+            call.amaxes = self._shared_amaxes(call, 0, rows, True, call.save)
+            made = encode(call, 0, rows, True, col, call.amaxes)
         self.calls.append(Call("linear_step", x.data_ptr(), *(w and not codes for w in wanted)))
         of_rows = made.get(ROWWISE, [rows])
-        of_rows = self._of_all_ranks(call, 0, ROWWISE, of_rows) if gathers else of_rows
+        if gathers:
+            sent = self._sent(call, 0, ROWWISE, of_rows)
+            of_rows = self._of_all_ranks(call, 0, ROWWISE, sent)
         a = self._step_operand(operand_specs[0], ROWWISE, of_rows)
         w = self._step_operand(call.slots[1][0], ROWWISE, self._take_weight(call, weight, dgrad))
         y = self._step_product(call, 0, a, w, bias)
         if ranks.pieces > 1:
             self.counts[call.number][6] += ranks.pieces * ranks.count - 1
         y, sizes = y if ranks.column else ranks.sum(y), list(x.shape[:-1])
-        if ranks.cut:
-            sizes[0] = sizes[0] * ranks.count if ranks.column else sizes[0] // ranks.count
+        if (dim := ranks.cut) >= 0:
+            sizes[dim] = sizes[dim] * ranks.count if ranks.column else sizes[dim] // ranks.count
         y = y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), (*sizes, y.shape[-1]))
-        kept = [x] if call.saves_input else list(made.values())[-1] if col else []
-        return [y, *(t for buffers in made.values() for t in buffers)], kept if call.save else []
+        if not call.save:
+            kept = []
+        elif ranks.reader:
+            kept = rest
+        else:
+            kept = [x] if call.saves_input else list(made.values())[-1]
+        return [y, *(t for buffers in made.values() for t in buffers)], kept
 
     def _step_backward(self, call, dy, weight, saved, needs_x, needs_w):
         operand_specs, dx, dw = call.slots[2], None, None
         ranks, gathers = call.ranks, call.ranks.gathers(2)
         encode = self._step_rows if gathers else self._step_quantize
-        made = encode(call, 2, dy, needs_x, needs_w)
+        amaxes = self._shared_amaxes(call, 2, dy, needs_x, needs_w)
+        made = encode(call, 2, dy, needs_x, needs_w, amaxes)
         if gathers:
-            made = {d: self._of_all_ranks(call, 2, d, buffers) for d, buffers in made.items()}
-        of_x = call.slots[0][1]
-        if needs_w and call.saves_input:
+            sent = {d: self._sent(call, 2, d, buffers) for d, buffers in made.items()}
+            if _share_codes(operand_specs):
+                sent[COLUMNWISE] = sent[ROWWISE]
+            made = {d: self._of_all_ranks(call, 2, d, whole) for d, whole in sent.items()}
+        of_x, shared = call.slots[0][1], []
+        if ranks.reader:
+            shared = shared_input.step_exchange(ranks.reader, False, list(saved))
+        elif needs_w and call.saves_input:
             rows = _matrix(saved[0])
             encode = self._step_rows if ranks.gathers(0) else self._step_quantize
-            again = encode(call, 0, rows, False, True)
-            saved = again[ROWWISE if of_x.same else COLUMNWISE] if again else [rows]
+            again = encode(call, 0, rows, False, True, call.amaxes)
+            saved = list(again.values())[0] if again else [rows]
         if needs_w and ranks.gathers(0):
-            saved = self._of_all_ranks(call, 0, COLUMNWISE, list(saved))
+            sent = self._sent(call, 0, COLUMNWISE, list(saved))
+            saved = self._of_all_ranks(call, 0, COLUMNWISE, sent)
         self.calls.append(
             Call(
                 "linear_step_backward",
@@ -1693,10 +1760,14 @@ class Operators:
         )
         if needs_x:
             a = self._step_operand(operand_specs[0], ROWWISE, made.get(ROWWISE, [dy]))
-            dx = self._step_product(
-                call, 1, a, self._step_operand(call.slots[1][1], COLUMNWISE, weight())
-            )
-            dx = ranks.sum(dx) if ranks.column else dx
+            w = self._step_operand(call.slots[1][1], COLUMNWISE, weight())
+            if shared:
+                self._step_product(call, 1, a, w, out=shared[0])
+            dx = shared[0] if shared else self._step_product(call, 1, a, w)
+            dx = ranks.sum(dx) if ranks.column and not ranks.reader else dx
+        if ranks.reader:
+            of_layers = [] if dx is None else [dx]
+            saved, dx = shared_input.step_exchange(ranks.reader, True, of_layers), None
         if needs_w:
             source = ROWWISE if operand_specs[1].same else COLUMNWISE
             a = self._step_operand(operand_specs[1], COLUMNWISE, made.get(source, [dy]))
@@ -1710,37 +1781,64 @@ class _Ranks(NamedTuple):
 
     group: str
     column: bool
-    cut: bool
+    cut: int
     sums: bool
+    spans_weight: bool
     pieces: int
+    reader: int
+    outer: int
 
     @property
-    def _group(self):
+    def process_group(self):
         return torch_compat.group_of_name(self.group)
 
     @property
     def count(self) -> int:
-        return self._group.size() if self.group else 1
+        return self.process_group.size() if self.group else 1
+
+    def spans(self, slot: int, encoding: Encoding) -> bool:
+        """A scale follows from values of all ranks."""
+        fmt, gathers = encoding.fmt, self.gathers(slot)
+        if not self.group or not fmt.scale_leaves_contraction:
+            return False
+        if slot == 1:
+            return self.spans_weight and fmt.block[0] is None
+        if gathers and encoding.direction is COLUMNWISE:
+            return True
+        return fmt.block[0] is None and (gathers or slot == (2 if self.column else 0))
 
     def gathers(self, slot: int) -> bool:
-        return self.cut and slot == (0 if self.column else 2)
+        return self.cut >= 0 and not self.reader and slot == (0 if self.column else 2)
 
     def gathered(self, rows: Tensor) -> Tensor:
         whole = rows.new_empty(self.count * len(rows), *rows.shape[1:])
         sent = rows.contiguous().view(-1).view(torch.uint8)
-        torch_compat.all_gather(whole.view(-1).view(torch.uint8), sent, self._group)
-        return whole
+        torch_compat.all_gather(whole.view(-1).view(torch.uint8), sent, self.process_group)
+        whole = whole.view(self.count, self.outer, -1, *rows.shape[1:])
+        return whole.transpose(0, 1).reshape(-1, *rows.shape[1:])
 
     def sum(self, y: Tensor) -> Tensor:
         """Over ranks: this rank's rows of it, if cut."""
-        if not self.group or not (self.cut or self.sums):
+        if not self.group or not (self.cut >= 0 or self.sums):
             return y
-        if not self.cut:
-            dist.all_reduce(y, group=self._group)
+        if self.cut < 0:
+            dist.all_reduce(y, group=self.process_group)
             return y
-        rows = y.new_empty(len(y) // self.count, y.shape[1])
-        torch_compat.reduce_scatter_rows(rows, y, self._group).wait()
+        y = y.view(self.outer, self.count, -1, y.shape[1]).transpose(0, 1)
+        pieces = y.reshape(self.count, self.pieces, -1, y.shape[-1]).transpose(0, 1).contiguous()
+        rows = y.new_empty(y.shape[1] * y.shape[2], y.shape[3])
+        for piece, out in zip(pieces, rows.view(self.pieces, -1, y.shape[3])):
+            torch_compat.reduce_scatter_rows(out, piece.flatten(0, 1), self.process_group).wait()
         return rows
+
+
+def _share_codes(operand_specs) -> bool:
+    """The rowwise codes are those of both directions, a transpose apart."""
+    row, col = operand_specs
+    if not (row.side and col.side) or (row.eps, row.factor) != (col.eps, col.factor):
+        return False
+    one, other = (unpack(spec.side, ROWWISE).encoding for spec in operand_specs)
+    return one == other and one.fmt.block[0] == one.fmt.block[1]
 
 
 def _is_computed(node) -> bool:
@@ -1790,7 +1888,7 @@ class _Step(torch.autograd.Function):
             value = values[ctx.call.placeholder]
             dw = None if value is None else torch.full_like(ctx.call.main_grad, value)
         return (
-            dx.view(ctx.shape) if needs_x else None,
+            None if dx is None else dx.view(ctx.shape),
             None if dw is None else dw.to(ctx.dtype),
             dy.sum(0).to(ctx.bias_dtype) if needs_b else None,
             None,

@@ -16,8 +16,7 @@ from ..context import STEP, STEP_FIELDS, current_autocast
 from ..counters import bytes_of
 from ..formats import ROWWISE, Direction
 from ..ops.capability import arch_of
-from ..ops.gemm_layout import has_scales_by_row
-from ..ops.layout import ANCHORED, ANCHORS
+from ..ops.layout import ANCHORED, ANCHORS, NATIVE
 from ..ops.reference import known
 from ..tensor import torch_compat
 from . import fused
@@ -27,6 +26,7 @@ from .cut import SequenceCut, TensorParallel
 from .has_weight import attach_tensor_group
 from .plan import GemmPlan
 from .program import linear, pieces
+from .shared_input import Handed
 from .transport import count_high_precision_gather
 
 
@@ -170,9 +170,12 @@ def _multiply(
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
         ids = axis.slot_ids(runtime.name, weight.shape, x.device)
         call = call._replace(step=step, ids=ids)
+    if plan.input.delayed_directions:
+        owner = None  # amaxes are recorded for one layer
     ranks = _ranks_of_step(call, x, weight, bias, owner is None)
     if ranks is not None:
-        return fused.linear(x, weight, bias, call._replace(ranks=ranks))
+        handed = Handed(owner=owner if axis.gathered_slot == "input" else None)
+        return fused.linear(x, weight, bias, call._replace(ranks=ranks), handed)
     return fused.unwritten(linear(x, weight, bias, call, owner), weight, x.requires_grad)
 
 
@@ -190,39 +193,42 @@ def _ranks_of_step(
         return None
     if x.is_cuda and not torch_compat.is_nccl(axis.group, x.device):
         return None
-    count = 1
+    dim, count = -1, 1
     if is_cut:
-        multiple, in_pieces = served
-        parts = 1 if column else ranks
-        rows = x.numel() // x.shape[-1] // parts  # of a rank
-        fits = axis.cut_dim in (0, -x.dim()) and not x.shape[0] % parts and not rows % multiple
-        count = 1 if column else pieces(rows, weight.shape)
-        if not fits or (column and not is_alone) or (count > 1 and not in_pieces):
+        shape, (multiple, in_pieces) = (*x.shape[:-1], weight.shape[0]), served
+        cut = axis.cut_of("input", x) or axis.output_cut(shape, call.described("output"))
+        dim, chunk, outer = (cut := known(cut, "the cut")).dim, cut.chunk, cut.outer
+        count = 1 if column or outer > 1 else pieces(chunk, weight.shape)
+        adds_dx = column and not is_alone  # to that of other layers
+        if chunk % multiple or (count > 1 and not in_pieces):
             return None
-    return axis.group.group_name, column, is_cut, axis.reduces, count
+        if adds_dx and not fused.can_add(call.plan, call.plan.resolved(x.dtype, x.device), 1):
+            return None
+    spans_weight = call.weight_group is not None
+    return axis.group.group_name, column, dim, axis.reduces, spans_weight, count, 0
 
 
 def _serves_ranks(
     plan: GemmPlan, column: bool, is_cut: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, bool] | None:
     """Return what divides a rank's rows in a compiled step, and whether it scatters y by pieces;
-    None: it serves no ranks, as they share statistics, or codes that no step lays out behind the
-    gather."""
+    None: it serves no ranks, as they share amaxes of a second level, or codes that no step lays out
+    behind the gather."""
     gathered, split = ("input", "grad_output") if column else ("grad_output", "input")
-    resolved, hybrid = plan.resolved(dtype, device), plan.hybrid(gathered)
-    split_spans = any(plan.operand(split, d).spans_tensor for d in Direction)
-    if resolved.call is None or plan.is_keyed or plan.is_delayed or split_spans:
+    resolved, is_square = plan.resolved(dtype, device), plan.hybrid(gathered).shares_storage
+    split_spans = any(plan.operand(split, d).tensor_scale for d in Direction)
+    if resolved.call is None or plan.is_keyed or split_spans:
         return None
     on_hopper = arch_of(device) == "sm_90a"
 
     def lays_out(slot: str, direction: Direction, anchored: Sequence[str]) -> bool:
         layout, fmt = resolved.layouts[slot][direction], plan.operand(slot, direction)
-        return layout in anchored or (on_hopper and has_scales_by_row(fmt, layout))
+        is_known = fmt.has_fp32_scales and fmt.block[0] in (1, None)  # of lines, or of the tensor
+        return layout in anchored or (on_hopper and layout == NATIVE and is_known)
 
     formats = {d: plan.operand(gathered, d) for d in Direction}
     if is_cut and (
-        hybrid.shares_storage
-        or any(f.spans_tensor or f.spans_rows(d) for d, f in formats.items())
+        any(f.tensor_scale or (is_square and not f.spans_tensor) for f in formats.values())
         or not all(lays_out(gathered, d, ANCHORS) for d in Direction)
     ):
         return None

@@ -31,8 +31,8 @@ from .transport import Gather, statistics_of
 
 BySlot = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 NOTHING: BySlot = (), (), ()
-StepRanks = tuple[str, bool, bool, bool, int]
-NO_RANKS: StepRanks = "", False, False, False, 1
+StepRanks = tuple[str, bool, int, bool, bool, int, int]
+NO_RANKS: StepRanks = "", False, -1, False, False, 1, 0
 
 
 class Call(NamedTuple):
@@ -58,8 +58,9 @@ class Call(NamedTuple):
     require_native:  refuse codes that cannot be gathered.
     wgrad:         takes the product of the wgrad (`linear.weight_gradient`), and returns what
                    autograd is given; None: autograd is given the gradient.
-    ranks:         of a compiled step: group name, column, cut, reduces (`axis`), and in how many
-                   pieces y is scattered; NO_RANKS: none serves the ranks.
+    ranks:         of a compiled step: group name, column, sequence_dim or -1, reduces (`axis`),
+                   whether there is a `weight_group`, in how many pieces y is scattered, and id of
+                   a layer (`reader_of`) or 0; NO_RANKS: none serves the ranks.
     """
 
     plan: GemmPlan

@@ -34,7 +34,7 @@ from .operands import (
     record_activations,
 )
 from .plan import PRODUCTS, GemmPlan, Resolved
-from .shared_input import Handed
+from .shared_input import Handed, reader_of, shared_input
 from .weight_gradient import AddsTo, WeightGradient
 
 
@@ -105,15 +105,20 @@ def _weight_operand(
     directions = [ROWWISE, *([COLUMNWISE] if dgrad else [])]
     if isinstance(weight, QuantizedTensor):
         record_activations(weight, dtype)
-        return _coded_operand(weight, plan, resolved, dgrad, late)
-    values = values_of(weight).detach()
-    state = call.state
-    is_cast = values.dtype is not dtype and not all(
-        plan.weight.side(d).fmt.is_quantized for d in Direction
-    )
+        layouts = resolved.layouts["weight"]
+        read = _columnwise_buffers(weight, plan, layouts[COLUMNWISE], late) if dgrad else []
+        if read is None:
+            return None
+        rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
+        return WeightOperand(None, False, buffers_of(rowwise), read)
+    values, state = values_of(weight).detach(), call.state
+    is_shared, formats = call.weight_group is not None, [plan.weight.side(d).fmt for d in Direction]
+    is_cast = values.dtype is not dtype and not all(fmt.is_quantized for fmt in formats)
     is_held = state is not None and state.held is not None
-    is_made_here = is_held or call.weight_group is not None or code_check.checking or is_cast
-    if is_made_here or plan.weight.turns:
+    is_made_here = is_held or code_check.checking or is_cast or plan.weight.turns
+    if is_shared and (is_made_here or any(fmt.tensor_scale for fmt in formats)):
+        return None  # else ranks would share its amax before that of x, and the program does behind
+    if is_made_here:
         codes = call.weight_operands(weight, directions, dtype, {})
         columnwise = buffers_of(codes[COLUMNWISE]) if dgrad else []
         return WeightOperand(None, False, buffers_of(codes[ROWWISE]), columnwise)
@@ -124,24 +129,13 @@ def _weight_operand(
     for d in coded:
         if d in plan.weight.encodings:
             counters.add("weight encode", ("weight" if state is None else state.name, d.value))
-    transposed = plan.turned(dtype, values.device) if coded and lies_transposed(values) else None
+    is_turned = bool(coded) and not is_shared and lies_transposed(values)
+    transposed = plan.turned(dtype, values.device) if is_turned else None
     if transposed is None:
         return WeightOperand(quantized_values, round_to_bf16)
     codes = codes_of_transposed(quantized_values, transposed, coded, round_to_bf16)
     columnwise = codes.get(COLUMNWISE, [values]) if dgrad else ()
     return WeightOperand(None, False, codes.get(ROWWISE, [values]), columnwise)
-
-
-def _coded_operand(
-    weight: QuantizedTensor, plan: GemmPlan, resolved: Resolved, dgrad: bool, late: LateCodes | None
-) -> WeightOperand | None:
-    """`_weight_operand` of codes."""
-    layouts = resolved.layouts["weight"]
-    read = _columnwise_buffers(weight, plan, layouts[COLUMNWISE], late) if dgrad else []
-    if read is None:
-        return None
-    rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
-    return WeightOperand(None, False, buffers_of(rowwise), read)
 
 
 def _columnwise_buffers(
@@ -161,16 +155,6 @@ def _columnwise_buffers(
     return buffers_of(gathered_storage(weight, COLUMNWISE, plan, layout))
 
 
-def _lacks_columnwise(weight: Tensor, plan: GemmPlan, x: Tensor) -> bool:
-    """The gather that the backward reads has no memory for the codes as it reads them: a GEMM moved
-    since the weight was gathered."""
-    if not isinstance(weight, QuantizedTensor) or not torch.is_grad_enabled():
-        return False
-    resolved = plan.resolved(x.dtype, x.device)
-    late = _late_codes(weight, plan, resolved)
-    return _columnwise_buffers(weight, plan, resolved.layouts["weight"][COLUMNWISE], late) is None
-
-
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
     """The compiled call accepts x [.., cols] and the other operand's n rows as they are."""
     has_type = type(x) in (Tensor, Parameter) and (bias is None or bias.dtype is x.dtype)
@@ -182,13 +166,17 @@ def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = No
 
 def can_fuse_activation(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
     """`linear` accepts a source instead of x: one call, which neither multiplies nor keeps x."""
+    resolved = plan.resolved(x.dtype, x.device)
+    if isinstance(weight, QuantizedTensor) and torch.is_grad_enabled():
+        layout, late = resolved.layouts["weight"][COLUMNWISE], _late_codes(weight, plan, resolved)
+        if _columnwise_buffers(weight, plan, layout, late) is None:
+            return False  # a GEMM moved since the weight was gathered: no memory for such codes
     return (
         not torch_compat.dispatch_is_watched()
         and not plan.batch_invariant
         and plan.saves != "input"
         and plan.input.side(ROWWISE).fmt.is_quantized
-        and not _lacks_columnwise(weight, plan, x)
-        and _is_one_call(plan.resolved(x.dtype, x.device), x, weight.shape[0], bias)
+        and _is_one_call(resolved, x, weight.shape[0], bias)
     )
 
 
@@ -204,7 +192,13 @@ def _compiled(
 ) -> Tensor:
     """Return y with its autograd node, in one call."""
     key, codes, plan = None, None, known(resolved.call, "the compiled step")
-    if resolved.shared is not None:  # codes of one history serve its layers alone
+    reader, layouts = None, resolved.layouts["input"]
+    if handed.owner is not None:
+        shared = known(shared_input(x, handed.owner, call), "the shared input")
+        codes = [*buffers_of(shared.operands.take(ROWWISE, layouts[ROWWISE])), *shared.saved]
+        x, reader = shared.x, reader_of(shared, layouts[COLUMNWISE], call)
+        call = call._replace(ranks=(*call.ranks[:-1], id(reader)))
+    elif resolved.shared is not None:  # codes of one history serve its layers alone
         of_input = call.factors[0]
         key = (resolved.shared, call.save, bool(call.histories[0]), *map(id, of_input))
         codes = handed.codes.get(key)
@@ -216,6 +210,8 @@ def _compiled(
     y, *kept = native.linear_step(x, weight, bias, operand, plan, call, *state)
     if key is not None and codes is None:
         handed.codes[key] = kept
+    if reader is not None and y.grad_fn is not None:
+        y.grad_fn.metadata["shared input"] = reader  # pyright: ignore[reportIndexIssue]
     return y
 
 
@@ -250,7 +246,7 @@ def linear(
     elif in_any_order and call.wgrad is call.axis is None and _is_torchs(x, weight, bias, plan):
         y = _torchs_linear(x, weight, bias, plan, resolved)
     else:
-        y = program.linear(x, weight, bias, call)
+        y = program.linear(x, weight, bias, call, handed.owner)
     return unwritten(y, weight, dgrad)
 
 
@@ -266,9 +262,13 @@ def _adds_to(call: Call, resolved: Resolved) -> AddsTo | None:
     codes."""
     if not isinstance(call.wgrad, WeightGradient):
         return None
-    of_codes = all(fmt.is_quantized for fmt in call.plan.pair(PRODUCTS[2]))
-    is_served = of_codes and resolved.domains[2] in ("native", "anchored")
-    return call.wgrad.in_step() if is_served else None
+    return call.wgrad.in_step() if can_add(call.plan, resolved, 2) else None
+
+
+def can_add(plan: GemmPlan, resolved: Resolved, product: int) -> bool:
+    """A compiled step adds this product to a tensor that exists: it is one of codes."""
+    of_codes = all(fmt.is_quantized for fmt in plan.pair(PRODUCTS[product]))
+    return of_codes and resolved.domains[product] in ("native", "anchored")
 
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:

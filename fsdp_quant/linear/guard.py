@@ -164,7 +164,9 @@ def _move(layer: GuardedLayer, sums: list) -> None:
             rungs[product.name] = rung
     if not reasons:
         return
-    layers, plan = _layers_like(layer), layer.plan.moved_to(rungs)
+    layers, plan, kind = [layer], layer.plan.moved_to(rungs), _kind(layer)
+    if layer.steps is not None:  # one decision for all alike: the model is traced again once
+        layers = [m for m in _GUARDED if m.steps is layer.steps and _kind(m) == kind]
     for other in layers:
         for product, reason in reasons.items():
             reason = reason if other is layer else f"as for {layer.name}"
@@ -172,14 +174,6 @@ def _move(layer: GuardedLayer, sums: list) -> None:
         other.set_plan(plan)
     torch_compat.expect_graphs(2)  # with and without gradients
     torch_compat.foreach_zero_(_guards_of(layers))  # they hold sums of the old rung
-
-
-def _layers_like(layer: GuardedLayer) -> list[GuardedLayer]:
-    """Return the layers of its model for which one decision is made: it is traced again once."""
-    if layer.steps is None:
-        return [layer]
-    kind = _kind(layer)
-    return [m for m in _GUARDED if m.steps is layer.steps and _kind(m) == kind]
 
 
 def _kind(layer: GuardedLayer) -> tuple:

@@ -251,14 +251,8 @@ class GemmPlan:
         side, fmt = hybrid.side(direction), hybrid.side(direction).fmt
         in_rows = fmt.block[0] == 1 and (anchors(fmt) or (fmt.pow2 and fmt.block[1] is not None))
         in_rows = in_rows and not is_anchored_of_codes(fmt, ANCHORED_TENSOR)
-        if (
-            slot == "weight"
-            or hybrid.is_derived
-            or hybrid.turns
-            or side.is_stochastic
-            or side.eps
-            or not in_rows
-        ):
+        is_plain = not (hybrid.is_derived or hybrid.turns or side.is_stochastic or side.eps)
+        if slot == "weight" or not is_plain or not in_rows:
             return None
         return Quantizer(anchored_format(fmt, None, whole=True))
 
@@ -521,17 +515,19 @@ def _count(number: int, plan: GemmPlan, domains: tuple[str, str, str], turned: b
 def _called() -> Iterator[tuple[str, object, int]]:
     """Yield what compiled steps ran since the last call, as entries of `counters`."""
     operands = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
-    of_plans = native.linear_counts() if _CALLS else ()
-    for (plan, domains, turned), of_plan in zip(_CALLS.values(), of_plans):
-        counts = iter(of_plan)
+    of_plans = map(iter, native.linear_counts() if _CALLS else ())
+    for (plan, domains, turned), counts in zip(_CALLS.values(), of_plans):
         for (slot, d), n in zip(operands, counts):
-            d = d if not turned else COLUMNWISE if d is ROWWISE else ROWWISE
+            d = tuple(Direction)[(d is COLUMNWISE) != turned]
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
         for product, domain, n in zip(PRODUCTS, domains, counts):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n
         for (slot, d), n in zip(operands[:2] + operands[4:], counts):  # of input and gradient
             phase = "forward" if (slot, d) == operands[0] else "backward"
+            d = ROWWISE if plan.hybrid(slot).shares_storage else d  # of the codes that are sent
             yield "sequence gather", (phase, d.value, plan.operand(slot, d).name), n
+        for tensors, n in zip(("activations", "weights"), counts):
+            yield "amax all-reduce", tensors, n
 
 
 def build_plan(

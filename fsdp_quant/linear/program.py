@@ -227,7 +227,7 @@ def _start_input(
     its columnwise operand."""
     plan = call.plan
     if shared is not None:
-        shared.start_columnwise(saved.input, dy.dtype)
+        shared.start_columnwise(saved.input)
         layout = resolved.layouts["input"][COLUMNWISE] if prod(shape) else COMPACT
         return functools.partial(shared.columnwise, layout)
     if x is None:

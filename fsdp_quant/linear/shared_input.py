@@ -4,6 +4,8 @@ its gradient."""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..ops import opaque
 from ..ops.reference import known
 from ..storage import Storage
 from ..tensor import torch_compat
@@ -41,12 +44,14 @@ class Handed:
     grad_amaxes:  where the node of the gradient of y writes its amaxes.
     source:  where x has a shape and an autograd node, but no values (`fused.can_fuse_activation`).
     codes:   key -> codes of x, which the first layer that multiplies it leaves for the others.
+    owner:   as in `shared_input`, of a cut x.
     """
 
     amaxes: Tensor | None = None
     source: GatedInput | None = None
     codes: dict[tuple, list[Tensor]] = field(default_factory=dict)
     grad_amaxes: Tensor | None = None
+    owner: Tensor | None = None
 
 
 class HandedByInput:
@@ -91,7 +96,7 @@ class SharedInput:
 
         x:  this rank's rows [outer * chunk, K].
         """
-        call, cut, direction = self._call, self.cut, self.saved_direction
+        call, cut, direction, self._dtype = self._call, self.cut, self.saved_direction, x.dtype
         key = call.key("input", x.shape[0], cut)
         passes = [[ROWWISE], [COLUMNWISE]] if call.save else [[ROWWISE]]
         self._statistics = call.statistics("input", x, passes, cut)
@@ -110,7 +115,7 @@ class SharedInput:
         self._readers += wgrad
         self._summands += dgrad
 
-    def start_columnwise(self, saved: list[Tensor], dtype: torch.dtype) -> None:
+    def start_columnwise(self, saved: list[Tensor]) -> None:
         """Start to gather the columnwise codes, unless another layer has. saved: of `encode`."""
         if self._columnwise is not None:
             return
@@ -121,7 +126,7 @@ class SharedInput:
         x = saved[0]
         if self.saves != "input":
             fmt, shape = plan.input.side(self.saved_direction).fmt, (cut.rows, cut.shape[-1])
-            x = Storage.over(saved, fmt, self.saved_direction, shape, dtype)
+            x = Storage.over(saved, fmt, self.saved_direction, shape, self._dtype)
         self._columnwise = call.gather("input", x, [COLUMNWISE], key, self._statistics, cut)
 
     def columnwise(self, layout: str) -> EncodedMatrix:
@@ -136,14 +141,31 @@ class SharedInput:
         """Add a layer's dx, `multiply(out=, accumulate=)`; the last one starts the scatter."""
         self._enter()
         if self._dx is None:
-            self._dx = multiply()
+            self._take(multiply())
         elif self._call.traced:
-            self._dx = self._dx + multiply()
+            self._take(self._dx + multiply())
         else:
-            self._dx = multiply(out=self._dx, accumulate=True)
-        self._summed += 1
+            self._take(multiply(out=self._dx, accumulate=True))
+
+    def _take(self, dx: Tensor) -> None:
+        self._dx, self._summed = dx, self._summed + 1
         if self._summed == self._summands:
-            self._scatter(self._dx)
+            self._scatter(dx)
+
+    def exchange(self, layout: str, wgrad: bool, is_behind: bool, tensors: list) -> list[Tensor]:
+        """What ranks exchange in the compiled backward of a layer, before its dgrad and behind.
+
+        tensors:  what the forward saved for wgrad, or []; behind: the sum with its dx, or [].
+        returns:  the sum without, or []; behind: buffers of the columnwise operand for wgrad.
+        """
+        if is_behind:
+            for dx in tensors:
+                self._take(dx)
+            return buffers_of(self.columnwise(layout)) if wgrad else []
+        self._enter()
+        if tensors:
+            self.start_columnwise(tensors)
+        return [] if self._dx is None else [self._dx]
 
     def _enter(self) -> None:
         """Forget what an earlier backward left, which wanted gradients of weights alone."""
@@ -216,3 +238,21 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
         if not is_alone:
             vars(source)["_fq_shared_input"] = key, shared
     return shared
+
+
+# id -> `SharedInput.exchange` of a layer that a compiled step runs, and whose node holds it
+_READERS: weakref.WeakValueDictionary[int, functools.partial] = weakref.WeakValueDictionary()
+
+
+def reader_of(shared: Shared, layout: str, call: Call) -> functools.partial:
+    """Return what `Call.ranks` names by its id: a layer that reads x by a compiled step."""
+    shared.input.is_read(call.save, torch.is_grad_enabled() and shared.x.requires_grad)
+    reader = functools.partial(shared.input.exchange, layout, call.save)
+    return _READERS.setdefault(id(reader), reader)
+
+
+step_exchange = opaque.define(
+    "shared_input(int reader, bool is_behind, Tensor[] tensors) -> Tensor[]",
+    lambda reader, *args: _READERS[reader](*args),
+    lambda *_: [],
+)

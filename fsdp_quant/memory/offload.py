@@ -190,10 +190,5 @@ def _pinned_like(t: Tensor) -> Tensor:
 
 def _same(s: Tensor, t: Tensor) -> bool:
     """The same tensor, not written in between."""
-    return (
-        s.data_ptr() == t.data_ptr()
-        and s.shape == t.shape
-        and s.stride() == t.stride()
-        and s.dtype is t.dtype
-        and s._version == t._version
-    )
+    s_is, t_is = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x._version) for x in (s, t))
+    return s_is == t_is

@@ -331,10 +331,11 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
             patterns[name] = InputPattern(name, projections)
             continue
         for pattern in _candidates(name, module):
-            if arguments := _other_arguments(module):
-                reasons[name] = (
-                    f"{name}: {cls.__name__}.forward takes {arguments} besides its input"
-                )
+            _, *others = inspect.signature(module.forward).parameters.values()
+            others = [p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            if others:  # as of a gated norm; defaults hide them from the proof
+                taken = f"takes {', '.join(others)} besides its input"
+                reasons[name] = f"{name}: {cls.__name__}.forward {taken}"
                 break
             try:
                 prove(name, module, pattern)
@@ -370,13 +371,6 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
     return {n: m for n, m in module._modules.items() if isinstance(m, nn.Linear)}
-
-
-def _other_arguments(module: nn.Module) -> str:
-    """Names of the forward's arguments besides x, as of a gated norm; defaults hide them from the
-    proof."""
-    _, *others = inspect.signature(module.forward).parameters.values()
-    return ", ".join(p.name for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
 
 def fused_notes(model: nn.Module) -> list[str]:

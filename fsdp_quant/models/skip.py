@@ -18,7 +18,7 @@ The rules read names and shapes, never values, so that all ranks skip the same l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -60,18 +60,13 @@ _READ = {
 _LOSSES = "trl", "liger_kernel", "cut_cross_entropy"
 
 
-def _package_of(function: Callable) -> str:
-    """The package whose code a function or method runs, whatever it wraps."""
-    code = getattr(function, "__func__", function)
-    return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0]
-
-
 def read_by_others(model: nn.Module) -> dict[str, str]:
     """Return name -> reason of each layer whose weight is multiplied by another module of `_READ`,
     or by a loss of `_LOSSES`."""
     reasons, names = {}, {m: n for n, m in model.named_modules()}
     for name, module in model.named_modules():
-        loss = _package_of(module.forward)
+        forward = getattr(module.forward, "__func__", module.forward)  # whatever it wraps
+        loss = getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0]
         if loss in _LOSSES and hasattr(module, "get_output_embeddings"):
             head = getattr(module, "get_output_embeddings")()
             head = getattr(head, "base_layer", head)  # of PEFT

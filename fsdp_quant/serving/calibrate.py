@@ -22,7 +22,7 @@ from ..options import function
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .kinds import kind_of
-from .weights import Slice, Source, sources_of
+from .weights import sources_of
 
 
 def calibrate(
@@ -117,18 +117,14 @@ def _layers_with_amaxes(
     units = {id(layer): name for name, _, layers in units_of(model) for layer in layers}
     for source in sources_of(model, names) if units else ():
         for piece in source.matrices or source.slices:
-            layer = _layer_on_rank(source, piece)
-            if layer is None or not piece.name.endswith(".weight"):
+            index = (piece.matrix or 0) - getattr(source.owner, "first_expert", 0)
+            is_here = 0 <= index < len(source.layers)  # quantized, and on this rank
+            if not is_here or not piece.name.endswith(".weight"):
                 continue
+            layer = source.layers[index]
             kind, inputs = kind_of(layer.plan.weight.side(ROWWISE).fmt), layer.plan.input
             if kind and kind.takes_input_amax and inputs.side(ROWWISE).fmt.is_quantized:
                 yield piece.name.removesuffix(".weight"), units[id(layer)], layer
-
-
-def _layer_on_rank(source: Source, piece: Slice) -> Linear | None:
-    """The layer of a slice; None if it is quantized nowhere, or on another rank."""
-    index = (piece.matrix or 0) - getattr(source.owner, "first_expert", 0)
-    return source.layers[index] if 0 <= index < len(source.layers) else None
 
 
 def _over_ranks(of_rank: list[tuple[str, str, float]]) -> dict[str, float]:

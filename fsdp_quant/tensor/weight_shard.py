@@ -99,13 +99,8 @@ class WeightShard(FSDPHooks, Tensor):
         if "_traced" in fields:
             return fields["_traced"]
         alias = fields.get(name)
-        if (
-            alias is None
-            or alias.data_ptr() != self.data_ptr()
-            or alias.shape != self.shape
-            or alias.stride() != self.stride()
-            or alias.dtype is not self.dtype
-        ):
+        memory = self.data_ptr(), self.shape, self.stride(), self.dtype
+        if alias is None or (alias.data_ptr(), alias.shape, alias.stride(), alias.dtype) != memory:
             alias = fields[name] = make(self)
         return alias
 

@@ -114,9 +114,8 @@ def gemm(
         out_dtype is torch.float16 or (accumulate and out_dtype is not torch.float32)
     )
     fused_bias, later_bias = bias, None
-    if bias is not None and not (
-        fits and not writes_fp32 and _is_fused_bias(bias, out_dtype, has_codes)
-    ):
+    adds_bias = fits and not writes_fp32 and not (has_codes and out_dtype is torch.float32)
+    if bias is not None and not (adds_bias and bias.dtype is out_dtype):
         fused_bias, later_bias = None, bias
     elif bias is not None and bias.storage_offset() * bias.element_size() % 16:
         fused_bias = bias.clone()
@@ -148,11 +147,6 @@ def batch_invariant_gemm(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tens
     kinds = operand_code(a.fmt), operand_code(b.fmt)
     _ops.grouped_gemm(y, a.data, b.data[None], a.scale, b.scale, offsets, *kinds)
     return y if y.shape[1] == n else y[:, :n].contiguous()
-
-
-def _is_fused_bias(bias: Tensor, out_dtype: torch.dtype, has_codes: bool) -> bool:
-    """Return whether the GEMM's epilogue adds a bias of this dtype."""
-    return bias.dtype is out_dtype and not (has_codes and out_dtype is torch.float32)
 
 
 class TokenGroups(NamedTuple):

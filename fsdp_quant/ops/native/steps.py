@@ -202,7 +202,7 @@ class StepCall(Protocol):
     @property
     def histories(self) -> Sequence[Sequence[Tensor]]: ...
     @property
-    def ranks(self) -> tuple[str, bool, bool, bool, int]: ...
+    def ranks(self) -> tuple[str, bool, int, bool, bool, int, int]: ...
 
 
 class WeightOperand(NamedTuple):
@@ -235,7 +235,9 @@ def linear_step(
     the autograd node that computes the gradients.
 
     operand:      the weight. plan: of `linear_plan`.
-    codes:        of x, as an earlier step returned them; empty: x is quantized.
+    codes:        of x, as an earlier step returned them; empty: x is quantized. Of a cut x that
+                  other layers read: the gathered operand (data, scale), then what is saved for the
+                  backward.
     adds_to:      fp32 tensor to which the backward adds dw, and what autograd is given then
                   (`Placeholder` of csrc/step/plan.h); None: autograd is given dw.
     amaxes:       of x, as the kernel that wrote x left them; None: not known.
@@ -282,7 +284,8 @@ def linear_gated(source: tuple[Tensor, Tensor, int], plan: int, call: StepCall) 
 
 def linear_counts() -> list[list[int]]:
     """Return counts since the last call, per plan: quantizations of input, weight and gradient
-    (rowwise, columnwise each), GEMMs, bytes that ranks gathered of input and gradient."""
+    (rowwise, columnwise each), GEMMs, bytes that ranks gathered of input and gradient, all-reduces
+    of amaxes of activations and weights."""
     return _ops.linear_counts().tolist()
 
 
