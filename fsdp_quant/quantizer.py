@@ -348,12 +348,9 @@ class HybridQuantizer:
             for d, codes in zip(encodings, encoded)
         }
         operands = {}
-        for d in self.sides:
-            if d in directions:
-                matrix = (
-                    matrices[d] if d in matrices else self.columnwise_of(matrices[ROWWISE], key)
-                )
-                operands[d] = to_layout(matrix, layouts.get(d, COMPACT))
+        for d in (d for d in self.sides if d in directions):
+            matrix = matrices.get(d) or self.columnwise_of(matrices[ROWWISE], key)
+            operands[d] = to_layout(matrix, layouts.get(d, COMPACT))
         return operands, amaxes
 
     def _encodings_for(

@@ -57,8 +57,7 @@ def quantized(
     filter_fqns:  modules that stay in high precision: `skip` of `fq.convert`.
 
     Each stage of a pipeline is converted alone, with the names that it has, and counts its own last
-    layers. Ranks of tensor
-    parallelism gather inputs of layers in high precision, as torchtitan does.
+    layers. Ranks of tensor parallelism gather inputs of layers in high precision, as in torchtitan.
 
     Raises NotImplementedError, as a model is parallelized over several ranks, for another
     `parallelism.spmd_backend` than "partial_dtensor".

@@ -103,8 +103,7 @@ def quantization_config(target: str, schemes: dict[str, Scheme], ignore: list[st
         (scheme, a), (other, b) = list(first_layers.items())[-1:-3:-1]
         raise ValueError(
             f"{a} and {b} differ ({scheme} and {other}), and format={target!r} has one scheme for "
-            "all layers; use "
-            "format='compressed-tensors', or leave the layers of one out by skip="
+            "all layers; use format='compressed-tensors', or leave the layers of one out by skip="
         )
     return (_modelopt if target == "modelopt" else _fp8)(next(iter(first_layers)), ignore)
 

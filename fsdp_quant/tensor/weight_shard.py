@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ _VIEWS = frozenset(
     }
 )
 _COPIES = frozenset({aten.new_zeros.default, aten._to_copy.default, aten._pin_memory.default})
+_inner = operator.attrgetter("inner")
 
 
 def _is_shard(func, shard: WeightShard, args: Sequence) -> bool:
@@ -152,10 +154,6 @@ def _mapped(kind: type[_T], fn: Callable[[_T], object], value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return [fn(entry) if isinstance(entry, kind) else entry for entry in value]
     return value
-
-
-def _inner(shard: WeightShard) -> Tensor:
-    return shard.inner
 
 
 @functools.cache

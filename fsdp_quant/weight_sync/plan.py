@@ -131,9 +131,8 @@ def _checked_weight(
     name, weight, shards, is_part = item
     if isinstance(weight, DTensor):
         raise ValueError(
-            f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism "
-            "owns and gathers its pieces; give a weight to fully_shard or to a weight sync, "
-            "not to both"
+            f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism owns "
+            "and gathers its pieces; give a weight to fully_shard or to a weight sync, not to both"
         )
     if not isinstance(weight, QuantizedWeight):
         raise ValueError(
