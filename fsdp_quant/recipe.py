@@ -406,18 +406,22 @@ def by_families(
     role: Role,
     forward: str,
     backward: str,
+    grad_element: str | None = None,
+    pow2: bool | None = None,
+    scale_rounding: str | None = None,
     delayed: DelayedScaling | None = None,
+    scale_rule: str | None = None,
     rotation: bool | None = None,
     stochastic: bool | None = None,
     square_blocks: bool | None = None,
-    **switches: Any,
+    **others: str,
 ) -> HybridQuantizer | None:
     """Return the quantizer of a slot of a named recipe of a forward and a backward family.
 
+    grad_element to scale_rule, others:  of the formats that have them (`with_options`).
     rotation:      of both operands of wgrad; stochastic: rounding of grad_output (None: if the
                    backward has 4 bits).
     square_blocks: of weights (None: if one family that prefers them serves both directions).
-    switches:      of the formats that have them (`with_options`).
     """
     if role.tensor_type not in QUANTIZED_TYPES:
         return None
@@ -428,6 +432,8 @@ def by_families(
         pair = (f.square or f.vector, b.square or b.vector)
     elif is_weight and square_blocks is None and f == b:
         pair = (f.weight, b.weight)
+    switches = dict(others, grad_element=grad_element, pow2=pow2, scale_rule=scale_rule)
+    switches["scale_rounding"] = scale_rounding
     row, column = (
         Quantizer(with_options(fmt, role.tensor_type, switches), scaling=delayed or "current")
         for fmt in pair
