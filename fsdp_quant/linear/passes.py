@@ -43,6 +43,7 @@ class Runtime:
 
     name: str
     ids: Tensor
+    plan: GemmPlan
     steps: TrainingSteps | None = None
     leads = False
     ran_in: int | None = None
