@@ -143,6 +143,9 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
                 ):
                     laws.assert_same_bytes(b, a, f"{recipe} {state.name} {direction.value}.{name}")
         sharded.reshard()
+        with torch.inference_mode(), fq.token_offset(0):
+            want, got = (module(x, sizes) for module in (whole, sharded))
+        laws.assert_same_bytes(got, want, f"{recipe} y in inference_mode")
     with pytest.raises(
         NotImplementedError,
         match=r"experts.weight.0 is a matrix of a packed weight under fully_shard",

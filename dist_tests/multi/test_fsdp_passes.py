@@ -11,7 +11,11 @@ import itertools
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -125,7 +129,7 @@ def test_one_checkpoint_over_several_blocks_trains_alike():
     run_ranks(2, _several_blocks_in_one_checkpoint)
 
 
-def _linear_layers(recipe: fq.Recipe, quantized: bool) -> nn.Module:
+def _linear_layers(recipe: fq.Recipe, quantized: bool, **options) -> nn.Module:
     """Without norms: FSDP2 gathers their weights as inference tensors, which autograd saves in no
     later forward."""
     torch.manual_seed(0)
@@ -135,7 +139,7 @@ def _linear_layers(recipe: fq.Recipe, quantized: bool) -> nn.Module:
     with fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext():
         fq.convert(layers, recipe)
     for layer in (layers[0], layers[2], layers):
-        fully_shard(layer)
+        fully_shard(layer, **options)
     return layers
 
 
@@ -163,6 +167,24 @@ def _inference_first(rank: int, world: int) -> None:
                     seen[0],
                     f"{recipe}, quantized {quantized}: trained after a forward without gradients",
                 )
+
+
+def _inference_of_offloaded(rank: int, world: int) -> None:
+    for recipe, quantized in itertools.product(RECIPES[:2], (False, True)):
+        outputs = []
+        for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+            net = _linear_layers(recipe, quantized, **options)
+            optimizer = _optimizer(net, quantized)
+            for step in range(2):
+                nets.train_step(net, optimizer, step, rank)
+                with torch.inference_mode(), fq.token_offset(0):
+                    outputs.append(net(nets.batch(8)).clone())
+        _same(outputs[2:], outputs[:2], f"{recipe}, quantized {quantized}: offloaded")
+
+
+def test_offloaded_weights_are_evaluated_under_inference_mode():
+    """If false, FSDP2 asks plain tensors, to which it copied shards, for their hooks."""
+    run_ranks(2, _inference_of_offloaded)
 
 
 def test_a_first_forward_under_inference_mode_is_like_any_other():

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -290,6 +291,35 @@ def test_weights_that_fsdp2_registers_in_turn_are_adopted_once():
     """If false, each gather costs the host a tenth of a millisecond per layer, or a weight from
     elsewhere is not gathered as codes."""
     run_ranks(2, _weights_in_turn)
+
+
+def _weights_taken_out(rank: int, world: int) -> None:
+    def pruned(layer: nn.Module) -> None:
+        prune.identity(layer, "weight")
+        prune.remove(layer, "weight")
+
+    def put_back(layer: nn.Module) -> None:
+        weight = layer.weight
+        del layer.weight
+        layer.weight = weight
+
+    outputs = []
+    for change in (lambda layer: None, put_back, pruned):
+        net = nets.shard(fq.convert(nets.build(), RECIPES["mxfp8/nvfp4"]))
+        optimizer = nets.adam(net)
+        for step in range(2):
+            nets.train_step(net, optimizer, step, rank)
+            change(net.blocks[0].up)
+            assert isinstance(local_of(net.blocks[0].up.weight), WeightShard)
+        outputs.append(net(nets.batch(3, rank=rank)))
+    for output in outputs[1:]:
+        laws.assert_same_bytes(output, outputs[0], "a forward of weights that were taken out")
+
+
+def test_a_weight_that_is_taken_out_between_steps_can_be_put_back():
+    """If false, `del layer.weight` and torch's pruning, which nn.Linear under fully_shard bears,
+    end in a KeyError."""
+    run_ranks(2, _weights_taken_out)
 
 
 def _meta_init(rank: int, world: int) -> None:

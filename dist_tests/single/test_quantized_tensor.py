@@ -266,6 +266,18 @@ def test_operators_that_move_bytes(name: str, operator: str):
             )
 
 
+@each_tensor
+def test_operators_move_bytes_in_inference_mode(name: str):
+    """If false, an evaluation under inference_mode, which has no views of weights and leaves
+    composite operators whole, ends in an error of torch."""
+    tensor = TENSORS[name]()
+    for operator, (run, rows) in MOVES.items():
+        if rows is None or name != "rotated columns only":
+            with torch.inference_mode():
+                got = run(tensor)
+            assert_same_bytes(got.dequantize(), run(tensor).dequantize(), f"{name} {operator}")
+
+
 @pytest.mark.parametrize("operator", sorted(set(MOVES)))
 def test_operators_that_move_bytes_do_not_decode(operator: str, no_decoding):
     """Otherwise a view costs a decode of the whole weight."""

@@ -163,23 +163,27 @@ PLAIN = COPIES | {
 }
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", KEEPS)
-def test_views_of_a_shard_are_shards(name: str, plain: Tensor):
+def test_views_of_a_shard_are_shards(name: str, mode: type, plain: Tensor):
     """If false, FSDP2 splits or registers a weight and gathers it in high precision from then
     on."""
-    shard = shard_of(plain)
-    got, want = KEEPS[name](shard), KEEPS[name](plain)
+    shard, want = shard_of(plain), KEEPS[name](plain)
+    with mode():
+        got = KEEPS[name](shard)
     assert type(got) is WeightShard and got.state is shard.state
     assert_same_bytes(got.inner, want, name)
     shares = want.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
     assert (got.data_ptr() == want.data_ptr()) is shares
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", PLAIN)
-def test_results_of_a_shard_are_plain(name: str, plain: Tensor):
+def test_results_of_a_shard_are_plain(name: str, mode: type, plain: Tensor):
     """If false, gradients and optimizer states are of a weight's class, and something quantizes
     them."""
-    got = PLAIN[name](shard_of(plain))
+    with mode():
+        got = PLAIN[name](shard_of(plain))
     assert type(got) is Tensor
     assert_same_bytes(got, PLAIN[name](plain), name)
 

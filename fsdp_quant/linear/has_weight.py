@@ -60,8 +60,9 @@ class HasWeight(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         other, state = self._swapped
-        if name == "weight" and state is not None and state is self._weight_state:
-            present = self._parameters[name]
+        is_swap = name == "weight" and state is not None and state is self._weight_state
+        # None: it was taken out, by `del` or torch.nn.utils
+        if is_swap and (present := self._parameters.get(name)) is not None:
             if value is other:
                 self._parameters[name], self.__dict__["_swapped"] = value, (present, state)
             if value is other or value is present:  # experts share it with their product

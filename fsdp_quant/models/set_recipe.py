@@ -127,7 +127,7 @@ def give_recipes(
     _continue_histories([module.runtime for module, _ in modules], histories)
     for module, _ in modules:
         module.prepare_graphs()
-    torch_compat.expect_graphs(2)  # with and without gradients
+    torch_compat.expect_graphs()
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             module.prepare()

@@ -30,6 +30,7 @@ from ..formats import ROWWISE, Direction
 from ..ops import opaque
 from ..ops.layout import LAYOUTS
 from ..storage import Storage, to_layout, to_storage
+from . import torch_compat
 from .storage_pair import StoragePair, name_in_graphs
 from .subclasses import AtenTable, NoDynamoGuard, aten, stable_text
 from .weight_state import WeightQuantizer, WeightState
@@ -336,6 +337,10 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if torch.is_inference_mode_enabled() and not func._schema.is_mutable:
+            # views need version counters, and composite operators are not decomposed inside
+            with torch_compat.outside_inference_mode():
+                return func(*args, **(kwargs or {}))
         handler = _TABLE.get(func)
         if handler is None and func._schema.is_mutable:
             raise NotImplementedError(

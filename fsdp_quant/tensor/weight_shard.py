@@ -134,6 +134,10 @@ class WeightShard(FSDPHooks, Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # which does not decompose composite operators
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         plain_args = [_mapped(WeightShard, _inner, a) for a in args]
         plain_kwargs = {name: _mapped(WeightShard, _inner, a) for name, a in kwargs.items()}
         # FSDP2 pads shards inside a first forward

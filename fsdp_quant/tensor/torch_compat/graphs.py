@@ -79,10 +79,21 @@ def mark_static_address(tensors: Sequence[Tensor]) -> None:
         setattr(tensor, "_dynamo_static_input_type", "unguarded")
 
 
-def expect_graphs(count: int) -> None:
-    """Let dynamo compile each function that often again: beyond its limit it runs eagerly."""
-    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        dynamo.config.recompile_limit += count
+# Limit of dynamo -> (the user's, as raised last)
+_LIMITS: dict[str, tuple[int, int]] = {}
+
+
+def expect_graphs() -> None:
+    """Let dynamo compile each function as often again as its limits, which the user set, allow for
+    one recipe: beyond them it runs eagerly."""
+    if (dynamo := sys.modules.get("torch._dynamo")) is None:
+        return
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        present = getattr(dynamo.config, name)
+        limit, raised = _LIMITS.get(name, (present, present))
+        limit = limit if present == raised else present
+        _LIMITS[name] = limit, present + limit
+        setattr(dynamo.config, name, present + limit)
 
 
 def body_is_traced() -> bool:
