@@ -200,7 +200,9 @@ class GroupCodes:
             (pair, storage, layout)
             for state, synced, pair in pairs
             for direction, layout in (state.layouts(synced.dtype, synced.device) or {}).items()
-            if isinstance(storage := pair.get(direction), Storage) and layout != COMPACT
+            if isinstance(storage := pair.get(direction), Storage)
+            and layout != COMPACT
+            and storage.fmt.is_quantized
         ]
         operands = to_gemm_operands([(storage, layout) for _, storage, layout in targets])
         for (pair, storage, layout), operand in zip(targets, operands):
