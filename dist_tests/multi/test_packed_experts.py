@@ -315,6 +315,25 @@ def _train_and_compare(recipe: fq.Recipe, compiled: bool, skip: tuple[str, ...])
         assert numel <= forward <= 1.2 * numel, f"{name}: {forward} bytes of {numel} codes"
 
 
+def _copied(rank: int, world: int) -> None:
+    net = converted("mixtral", fq.recipes.mxfp8())
+    for module in (*net.model.layers, net):
+        fully_shard(module)
+    train(net)
+    net.zero_grad()  # torch copies no gradients that are DTensors
+    parts = {n: m for n, m in net.named_modules() if n.endswith((".experts", "q_proj"))}
+    assert len(parts) == 4
+    for name, module in parts.items():
+        for got, want in zip(copy.deepcopy(module).parameters(), module.parameters(), strict=True):
+            assert_same_bytes(got.to_local(), want.to_local(), name)
+            assert got.to_local().data_ptr() != want.to_local().data_ptr()
+
+
+def test_parts_of_a_sharded_model_are_copied():
+    """If false, a copy reads the weight that FSDP2 registers in turn, whose memory is freed."""
+    run_ranks(2, _copied)
+
+
 SHARDED = ["mxfp8", "fp8_delayed", "fp8_block", "fp8_current", "fp8_row"]
 EMULATED = [*((name, "sm_90a") for name in SHARDED), ("mxfp8", "sm_100f"), ("fp8_block", "sm_100f")]
 

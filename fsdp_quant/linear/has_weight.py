@@ -101,6 +101,10 @@ class HasWeight(nn.Module):
         adopt(self, self._parameters.get("weight"))
         return applied
 
+    def __getstate__(self) -> dict:
+        """Copies and files hold the present weight alone: the other one's memory may be freed."""
+        return {name: value for name, value in self.__dict__.items() if name != "_swapped"}
+
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         adopt(self, self._parameters.get("weight"))
