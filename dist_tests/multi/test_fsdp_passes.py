@@ -313,3 +313,40 @@ def test_statistics_of_parts_are_taken_again_each_forward():
     """If false, padded slots of parts under tensor parallelism hold the amaxes of an earlier
     forward."""
     run_ranks(4, _statistics_of_parts_again)
+
+
+def _delayed_steps(sharded: bool, reshards: bool, is_lone: bool) -> list[torch.Tensor]:
+    """Outputs and weights of steps by hand, of two forwards each. is_lone: the first has no
+    backward."""
+    net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2))).to(DEVICE)
+    with torch.no_grad():
+        for i, p in enumerate(net.parameters()):
+            p.copy_(laws.values(32, 32, seed=i, dtype=torch.float32))
+    fq.convert(net, fq.recipes.fp8_delayed())
+    for module in (*net, net) if sharded else ():
+        fully_shard(module, reshard_after_forward=reshards)
+    optimizer, outputs = torch.optim.SGD(net.parameters(), lr=0.5), []
+    for step in range(3):
+        fq.begin_step(step, model=net)
+        xs = [laws.values(32, 32, seed=9 + 2 * step + i, dtype=torch.float32) for i in range(2)]
+        ys = [net(x * (1 + step + i)) for i, x in enumerate(xs)]
+        for y in ys[is_lone:]:
+            y.square().mean().backward()
+        outputs += ys
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = (p.full_tensor() if sharded else p for p in net.parameters())
+    return [t.detach() for t in (*outputs, *weights)]
+
+
+def _steps_by_hand(rank: int, world: int) -> None:
+    for reshards, is_lone in ((True, False), (False, True)):
+        got, want = (_delayed_steps(sharded, reshards, is_lone) for sharded in (True, False))
+        for a, b in zip(got, want, strict=True):
+            laws.assert_same_bytes(a, b, f"reshards {reshards}, lone {is_lone}")
+
+
+def test_begin_step_makes_the_passes_of_delayed_scaling_one_step():
+    """If false, weights that are gathered again between two forwards and their backwards, or stay
+    gathered, have other codes than without fully_shard, and nothing helps."""
+    run_ranks(2, _steps_by_hand)
