@@ -928,6 +928,7 @@ PROGRAMS = {  # what a user calls of f(x), and how
     "twice": (lambda f, x: f(x) + 2 * f(x), _wants_both, {}),
     "dx": (lambda f, x: f(x), _wants_dx, {}),
     "dw": (lambda f, x: f(x), _wants_dw, {}),
+    "frozen": (lambda f, x: checkpoint(f, x, use_reentrant=False), _wants_both, {}),
 }
 
 
@@ -941,6 +942,7 @@ def _one_program(rank: int, world: int) -> None:
         layer = fq.Linear(64, 96, False, recipe=recipe_of(recipe, **options), dtype=torch.bfloat16)
         state = layer.runtime.weight_state
         state.tensor_group, state.tensor_dim = group, int(not column)
+        layer.weight.requires_grad_(name != "frozen")
         axis = TensorParallel(group, column, 0 if is_cut else None)
         x = laws.values(128, 64, seed=3 + rank, dtype=torch.bfloat16).requires_grad_()
 
