@@ -1153,6 +1153,19 @@ def _inputs_of_users(rank: int, world: int) -> None:
         multiplied(gate, x)
         with pytest.raises(ValueError, match="gathered in high precision, and require_native"):
             multiplied(strict, x)
+        grads = []
+        for is_nested in (False, True):
+            x = input_of().requires_grad_()
+            h = x * 1
+            outputs = [multiplied(layer, h) for layer in (gate, up, gate)]
+            loss = outputs[0].sum()
+            if is_nested:  # between the layers whose gradients are summed
+                outputs[1].register_hook(
+                    lambda dy: torch.autograd.grad(loss, x, retain_graph=True) and None
+                )
+            (loss + sum(y.float().square().sum() for y in outputs)).backward(retain_graph=True)
+            grads.append(x.grad)
+        laws.assert_same_bytes(*grads, "around a backward that a hook runs")
         x = input_of().requires_grad_()
         y = (multiplied(gate, h := x * 1) + multiplied(up, h)).float().square().sum()
         (dx,) = torch.autograd.grad(y, x, create_graph=True)

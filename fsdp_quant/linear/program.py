@@ -315,8 +315,7 @@ def _dense(
         y, saved = forward(call, x, weights[0], next(iter(biases), None), shared, dgrad)
     # A recomputation ends with the last tensor that is saved. So among ranks a frozen layer saves
     # none, as in a compiled step, which other ranks may run: all exchange the same again.
-    saves_none = call.axis is not None and not call.save
-    buffers, restored = ([], lambda _: saved) if saves_none else _flattened(saved)
+    buffers, restored = _flattened(saved) if call.save or not call.axis else ([], lambda _: saved)
     # the codes of a shared x are freed with the layers' forwards
     shared_input = None if shared is None else shared.input
 

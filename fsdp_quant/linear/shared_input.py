@@ -89,7 +89,8 @@ class SharedInput:
         self.saves = plan.saves if travels else "input"
         self._readers = self._reads = self._summands = self._summed = 0
         self._columnwise: Gather | None = None
-        self._backward = -1  # that the following belong to
+        # that the following belong to; the same of others, as a hook runs one within another
+        self._backward, self._others = -1, dict[int, tuple]()
         self._dx: Tensor | None = None
         self._scattering: Callable[[], Tensor] | None = None
 
@@ -170,9 +171,11 @@ class SharedInput:
         return [] if self._dx is None else [self._dx]
 
     def _enter(self) -> None:
-        """Forget what an earlier backward left, which wanted gradients of weights alone."""
+        """Continue with the sum of the backward that runs."""
         if self._backward != (number := torch_compat.backward_number()):
-            self._backward, self._dx, self._summed, self._scattering = number, None, 0, None
+            self._others[self._backward] = self._dx, self._summed, self._scattering
+            self._dx, self._summed, self._scattering = self._others.pop(number, (None, 0, None))
+            self._backward = number
 
     def _scatter(self, dx: Tensor) -> None:
         self._scattering, self._dx, self._summed = start_scatter(dx, self.cut), None, 0
