@@ -5,7 +5,10 @@ crosses ranks as codes."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import pickle
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -928,6 +931,7 @@ PROGRAMS = {  # what a user calls of f(x), and how
     "twice": (lambda f, x: f(x) + 2 * f(x), _wants_both, {}),
     "dx": (lambda f, x: f(x), _wants_dx, {}),
     "dw": (lambda f, x: f(x), _wants_dw, {}),
+    "frozen": (lambda f, x: checkpoint(f, x, use_reentrant=False), _wants_both, {}),
 }
 
 
@@ -941,6 +945,7 @@ def _one_program(rank: int, world: int) -> None:
         layer = fq.Linear(64, 96, False, recipe=recipe_of(recipe, **options), dtype=torch.bfloat16)
         state = layer.runtime.weight_state
         state.tensor_group, state.tensor_dim = group, int(not column)
+        layer.weight.requires_grad_(name != "frozen")
         axis = TensorParallel(group, column, 0 if is_cut else None)
         x = laws.values(128, 64, seed=3 + rank, dtype=torch.bfloat16).requires_grad_()
 
@@ -1098,6 +1103,87 @@ def test_compiled_steps_share_a_cut_input_as_the_program_does():
     """Otherwise q, k and v train another model, or wait for a rank whose guard moved a product of
     one of them for ever."""
     run_ranks(2, _shared_inputs)
+
+
+def _inputs_of_users(rank: int, world: int) -> None:
+    group, one = dist.group.WORLD, among_ranks._ranks_of_step
+    same_ranks = dist.new_group(list(range(world)))
+
+    def layer_of(**options) -> fq.Linear:
+        recipe = recipe_of("mxfp8", **options)
+        layer = fq.Linear(64, 96, False, recipe=recipe, dtype=torch.bfloat16)
+        state = layer.runtime.weight_state
+        state.tensor_group, state.tensor_dim = group, 0
+        return layer
+
+    def multiplied(layer: fq.Linear, x: torch.Tensor, ranks=group) -> torch.Tensor:
+        axis = TensorParallel(ranks, True, 0)
+        return among_ranks.multiply_shared(layer, x, x, layer.weight, None, axis)
+
+    def input_of(rows: int = 64) -> torch.Tensor:
+        return laws.values(rows, 64, seed=3 + rank, dtype=torch.bfloat16)
+
+    def gathered_by(layer: fq.Linear, x: torch.Tensor, ranks=group) -> int:
+        before = sum(fq.receipt().sequence.values())
+        multiplied(layer, x, ranks)
+        return sum(fq.receipt().sequence.values()) - before
+
+    for served in (one, lambda *_: None):
+        among_ranks._ranks_of_step = served
+        gate, up, strict = layer_of(), layer_of(), layer_of(require_native=True)
+        fq.reset_receipt()
+        for has_backward in (True, False):
+            x = input_of().requires_grad_()
+            y, freed = multiplied(gate, x) + multiplied(up, x), weakref.ref(x)
+            if has_backward:
+                y.sum().backward()
+            del x, y
+            assert freed() is None, f"{has_backward=}: the layers keep a leaf alive"
+        x = input_of()
+        multiplied(gate, x)
+        pickle.dumps(x), copy.deepcopy(x)
+        x.requires_grad_()
+        multiplied(up, x).sum().backward()
+        assert x.grad is not None, "an earlier reader wanted no gradient"
+        x = input_of().requires_grad_() * 1
+        nbytes = gathered_by(gate, x)
+        assert gathered_by(up, x) == 0
+        assert gathered_by(up, x, same_ranks) == nbytes, "ranks of another group"
+        x = input_of(48).requires_grad_() * 1  # codes of 48 rows a rank do not travel
+        multiplied(gate, x)
+        with pytest.raises(ValueError, match="gathered in high precision, and require_native"):
+            multiplied(strict, x)
+        grads = []
+        for is_nested in (False, True):
+            x = input_of().requires_grad_()
+            h = x * 1
+            outputs = [multiplied(layer, h) for layer in (gate, up, gate)]
+            loss = outputs[0].sum()
+            if is_nested:  # between the layers whose gradients are summed
+                outputs[1].register_hook(
+                    lambda dy: torch.autograd.grad(loss, x, retain_graph=True) and None
+                )
+            (loss + sum(y.float().square().sum() for y in outputs)).backward(retain_graph=True)
+            grads.append(x.grad)
+        laws.assert_same_bytes(*grads, "around a backward that a hook runs")
+        x = input_of().requires_grad_()
+        y = (multiplied(gate, h := x * 1) + multiplied(up, h)).float().square().sum()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="fq.Linear has no second derivative"):
+            dx.float().square().sum().backward()
+    among_ranks._ranks_of_step = one
+
+
+def _inputs_of_steps(rank: int, world: int) -> None:
+    with hopper.emulated("sm_90a"):
+        _inputs_of_users(rank, world)
+
+
+@on_cpu
+def test_shared_inputs_remain_tensors_of_the_user():
+    """Otherwise an input that layers share is never freed, cannot be copied, or loses its gradient,
+    and a gradient penalty misses terms without an error."""
+    run_ranks(2, _inputs_of_steps)
 
 
 @on_cpu

@@ -65,8 +65,7 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Te
         placement = Shard(x.dim() - 1)
     else:
         cut = None if layouts is None else _sequence_dim(layouts.output, x.dim())
-        if layouts is not None and cut is not None:
-            placement = layouts.output
+        placement = placement if layouts is None or cut is None else layouts.output
         axis = TensorParallel(state.tensor_group, False, cut)
     own_bias = None if bias is None else bias.to_local()
     y = multiply_shared(layer, x, local, weight.to_local(), own_bias, axis)
@@ -208,8 +207,7 @@ def _ranks_of_step(
         resolved = call.plan.resolved(x.dtype, x.device)
         if column and not is_alone and not fused.can_add(call.plan, resolved, 1):
             return None  # dx is added to that of other layers
-    spans_weight = call.weight_group is not None
-    return axis.group.group_name, column, dim, axis.reduces, spans_weight, count, 0
+    return axis.group.group_name, column, dim, axis.reduces, call.weight_group is not None, count, 0
 
 
 def _serves_ranks(

@@ -275,9 +275,8 @@ def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -
     """Nothing is quantized, and operands have strides on which the rounding of torch's linear
     depends: it flattens contiguous ones alone, as the program does all."""
     tensors = [t for t in (x, weight, bias) if t is not None]
-    if all(t.is_contiguous() for t in tensors):
-        return False
-    if any(fmt.is_quantized for p in PRODUCTS for fmt in plan.pair(p)):
+    is_coded = any(fmt.is_quantized for p in PRODUCTS for fmt in plan.pair(p))
+    if is_coded or all(t.is_contiguous() for t in tensors):
         return False
     return all(type(t) in (Tensor, Parameter) and t.dtype is x.dtype for t in tensors)
 

@@ -313,7 +313,9 @@ def _dense(
         if call.traced:
             _save_inputs(call, weights[0])
         y, saved = forward(call, x, weights[0], next(iter(biases), None), shared, dgrad)
-    buffers, restored = _flattened(saved)
+    # A recomputation ends with the last tensor that is saved. So among ranks a frozen layer saves
+    # none, as in a compiled step, which other ranks may run: all exchange the same again.
+    buffers, restored = _flattened(saved) if call.save or not call.axis else ([], lambda _: saved)
     # the codes of a shared x are freed with the layers' forwards
     shared_input = None if shared is None else shared.input
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, ROWWISE, Direction
@@ -20,6 +21,7 @@ from ..ops import opaque
 from ..ops.reference import known
 from ..storage import Storage
 from ..tensor import torch_compat
+from .autograd import REFUSED
 from .call import Call
 from .cut import SequenceCut
 from .operands import buffers_of, keeps_key
@@ -87,7 +89,8 @@ class SharedInput:
         self.saves = plan.saves if travels else "input"
         self._readers = self._reads = self._summands = self._summed = 0
         self._columnwise: Gather | None = None
-        self._backward = -1  # that the following belong to
+        # that the following belong to; the same of others, as a hook runs one within another
+        self._backward, self._others = -1, dict[int, tuple]()
         self._dx: Tensor | None = None
         self._scattering: Callable[[], Tensor] | None = None
 
@@ -168,9 +171,11 @@ class SharedInput:
         return [] if self._dx is None else [self._dx]
 
     def _enter(self) -> None:
-        """Forget what an earlier backward left, which wanted gradients of weights alone."""
+        """Continue with the sum of the backward that runs."""
         if self._backward != (number := torch_compat.backward_number()):
-            self._backward, self._dx, self._summed, self._scattering = number, None, 0, None
+            self._others[self._backward] = self._dx, self._summed, self._scattering
+            self._dx, self._summed, self._scattering = self._others.pop(number, (None, 0, None))
+            self._backward = number
 
     def _scatter(self, dx: Tensor) -> None:
         self._scattering, self._dx, self._summed = start_scatter(dx, self.cut), None, 0
@@ -184,7 +189,8 @@ class SharedInput:
             if self._scattering is None:
                 return None
             scattering, self._scattering = self._scattering, None
-            return scattering().view(self.cut.shape)
+            dx = scattering().view(self.cut.shape).requires_grad_(torch.is_grad_enabled())
+            return torch_compat.once_differentiable(lambda dx: dx, REFUSED, dx)
 
 
 class _GatherInput(torch.autograd.Function):
@@ -224,10 +230,13 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     source = x if owner is None else owner
     values = torch_compat.local_of(source)
     version = 0 if values.is_inference() else values._version
-    key = version, x.dtype, plan.input, plan.saves, axis.sequence_dim, call.save, call.grad
+    key = version, x.dtype, x.requires_grad, plan.input, plan.saves, axis.group.group_name
+    key += axis.sequence_dim, call.save, call.grad, call.require_native
     has_state = plan.input.is_stochastic or plan.input.delayed_directions
-    is_alone = owner is None or has_state or values.is_inference()
-    before, shared = source.__dict__.get("_fq_shared_input", (None, None))
+    # the autograd graph holds a leaf, which would never be freed
+    is_held = source.is_leaf and source.requires_grad and not call.traced
+    is_alone = owner is None or has_state or values.is_inference() or is_held
+    before, shared = _SHARED.get(source) or (None, None)
     if is_alone or shared is None or before != key:
         cut_of = SequenceCut.of_whole if isinstance(source, DTensor) else SequenceCut.of_local
         cut = cut_of(tuple(source.shape), axis.cut_dim, axis.group, call.described("input"))
@@ -236,10 +245,12 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
             encoded = rank_input.encode(x.detach().reshape(-1, x.shape[-1]))
         shared = Shared(rank_input, _GatherInput.apply(x, rank_input), *encoded)
         if not is_alone:
-            vars(source)["_fq_shared_input"] = key, shared
+            _SHARED[source] = key, shared
     return shared
 
 
+# x -> (what ranks know of the layer that left it, `Shared`): no attribute of x, which users copy
+_SHARED = WeakIdKeyDictionary()
 # id -> `SharedInput.exchange` of a layer that a compiled step runs, and whose node holds it
 _READERS: weakref.WeakValueDictionary[int, functools.partial] = weakref.WeakValueDictionary()
 

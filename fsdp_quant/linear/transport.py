@@ -332,9 +332,8 @@ class Gather:
 
     def _send(self, storage: Storage) -> None:
         shards = {n for n, p in storage.placements(self.cut.chunk).items() if p is Placement.SHARD}
-        moving = Arriving(
-            {n: b for n, b in storage.buffers().items() if n in shards}, self.cut, self._in_backward
-        )
+        buffers = {n: b for n, b in storage.buffers().items() if n in shards}
+        moving = Arriving(buffers, self.cut, self._in_backward)
         self._count(storage.direction.value, storage.fmt.name, moving)
         self._moving[storage.direction] = storage, moving
 

@@ -59,7 +59,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     count_steps(model, False)
     distrust_positions(model)
     for module in model.modules():
-        for name in ("_left_out", "_fq_proof", "_fq_shared_input", "_training_steps"):
+        for name in ("_left_out", "_fq_proof", "_training_steps"):
             vars(module).pop(name, None)
     return model
 
