@@ -230,7 +230,7 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     source = x if owner is None else owner
     values = torch_compat.local_of(source)
     version = 0 if values.is_inference() else values._version
-    key = version, x.dtype, x.requires_grad, plan.input, plan.saves, axis.group.group_name
+    key = version, x.dtype, x.requires_grad, plan.input, plan.saves, axis.group
     key += axis.sequence_dim, call.save, call.grad, call.require_native
     has_state = plan.input.is_stochastic or plan.input.delayed_directions
     # the autograd graph holds a leaf, which would never be freed
