@@ -6,7 +6,9 @@ torchtitan runs on GPUs and with a torch that is later than 2.13. What stands in
 there, none of it near a linear layer. On CPUs: the device module, attention (flex_attention has no
 backward there), averages of gloo. Everywhere: two functions of later torches (`set_timeout`; `step`
 of a pipeline that is given micro-batches), and packages of its data that are not installed. With
-FSDP_QUANT_TEST_DEVICE=cuda it runs on GPUs.
+torch 2.11: a class that only annotations name, an option of attention's masks that changes no
+value, and the loss in one piece (its chunks read the head behind its norm, which that torch's FSDP2
+frees). With FSDP_QUANT_TEST_DEVICE=cuda it runs on GPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +22,21 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torchtitan.tools import utils
+from torch.nn.attention import flex_attention
+
+TORCH_2_11 = not hasattr(torch_fsdp, "DataParallelMeshDims")
+if TORCH_2_11:
+    torch_fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
+    _block_mask = flex_attention.create_block_mask
+
+    def _create_block_mask(*args, separate_full_blocks=True, **kwargs):
+        return _block_mask(*args, **kwargs)
+
+    flex_attention.create_block_mask = _create_block_mask
+from torchtitan.tools import utils  # noqa: E402
 
 
 class _Absent(abc.MetaPathFinder, abc.Loader):
@@ -173,6 +187,8 @@ def config(model: str = "llama3", folder: str = "outputs", **settings) -> titan.
     made.model_spec.model.layers = made.model_spec.model.layers[:2]
     made.tokenizer, made.dataloader, made.dump_folder = Tokenizer.Config(), Tokens.Config(), folder
     made.activation_checkpoint = None
+    if TORCH_2_11:
+        made.loss = made.loss.loss_fn
     settings = {
         "training__local_batch_size": 2,
         "training__seq_len": 64,

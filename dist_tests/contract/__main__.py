@@ -4,7 +4,8 @@
     python -m dist_tests.contract [--only NAME,..] [--ranks 2|4] [--steps 50] [--recipe mxfp8]
                                   [--size small|wide] [--json FILE] [--limit-s 600]
 
-With GPUs: a GPU a rank, NCCL. Without: gloo, smaller models, and contracts that need a GPU say so.
+With GPUs: a GPU a rank, NCCL; with fewer GPUs than ranks these share them, over gloo, whose times
+say nothing. Without: gloo, smaller models, and contracts that need a GPU say so.
 A contract is compared with the same program on one rank ("one rank": losses of the first step
 within `FIRST`, of every step within `LIMIT`; if they are not, within twice what one rank is apart
 from itself where initial weights are changed by 1e-4 of their size), or with itself ("resume":
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import fsdp
 
 from dist_tests.contract import on_ranks
 
@@ -41,23 +41,25 @@ RESUMED = 0.0 if not torch.cuda.is_available() else 1e-3  # kernels of attention
 
 class Contract(NamedTuple):
     """program:  module.function of this package; compared:  "one rank" or "resume"; ranks:  those
-    that it can run on; needs:  packages; gpu:  what of it has no implementation on CPUs."""
+    that it can run on; needs:  packages; gpu:  what of it has no implementation on CPUs; sends:
+    from rank to rank, which gloo does from CPUs alone."""
 
     program: str
     compared: str = "one rank"
     ranks: tuple[int, ...] = (2, 4)
     needs: tuple[str, ...] = ()
     gpu: str = ""
+    sends: bool = False
 
 
 _HF = ("transformers", "accelerate")
 _MEGATRON, _TITAN = ("megatron.core", "triton"), ("torchtitan",)
 CONTRACTS = {
     "ddp": Contract("parallelisms.ddp"),
-    "pipeline": Contract("parallelisms.pipeline", ranks=(2,)),
+    "pipeline": Contract("parallelisms.pipeline", ranks=(2,), sends=True),
     "context": Contract("parallelisms.context", gpu="flash attention for context_parallel"),
     "megatron_tp": Contract("megatron_gpt.tensor", needs=_MEGATRON),
-    "megatron_pp": Contract("megatron_gpt.pipeline", ranks=(2,), needs=_MEGATRON),
+    "megatron_pp": Contract("megatron_gpt.pipeline", ranks=(2,), needs=_MEGATRON, sends=True),
     "megatron_ep": Contract("megatron_gpt.experts", ranks=(2,), needs=_MEGATRON),
     "megatron_shared": Contract("megatron_gpt.shared_experts", needs=_MEGATRON),
     "titan_fsdp": Contract("titan.fsdp", needs=_TITAN),
@@ -82,11 +84,9 @@ def cannot(contract: Contract, ranks: int) -> str:
     """Why a contract does not run here on these ranks; "" if it does."""
     if missing := [package for package in contract.needs if _missing(package)]:
         return f"not installed: {', '.join(missing)}"
-    if contract.needs == _TITAN and not hasattr(fsdp, "DataParallelMeshDims"):
-        return f"torchtitan {metadata.version('torchtitan')} needs a newer torch"
     if not torch.cuda.is_available():
         return f"needs a GPU: {contract.gpu}" if contract.gpu else ""
-    if ranks > torch.cuda.device_count():
+    if contract.sends and ranks > torch.cuda.device_count():
         return f"needs {ranks} GPUs, {torch.cuda.device_count()} here"
     return ""
 
@@ -164,8 +164,9 @@ def verdict(
 
 def check(name: str, ranks: int, args: argparse.Namespace) -> dict:
     """Run a contract and return its row."""
-    contract = CONTRACTS[name]
-    row = {"contract": name, "ranks": ranks, "compared": contract.compared, "holds": None}
+    contract, shares = CONTRACTS[name], 0 < torch.cuda.device_count() < ranks
+    row = {"contract": name, "ranks": ranks, "compared": contract.compared, "shares": shares}
+    row["holds"] = None
     if reason := cannot(contract, ranks):
         return row | {"result": reason}
     try:
@@ -188,19 +189,22 @@ COLUMNS += ["device", "date", "torch", "versions"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The markdown table of rows, as docs/reference/contracts.md has it."""
+    """The markdown table of rows, as docs/reference/contracts.md has it. Times of one rank where
+    ranks shared GPUs."""
     lines = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in rows:
-        speeds = {arm: curve["ms"] for arm, curve in row.get("arms", {}).items()}
+        timed = row.get("reference") if row["shares"] else row.get("arms")
+        speeds = {arm: curve["ms"] for arm, curve in (timed or {}).items()}
         cells = [row["contract"], str(row["ranks"]), row["compared"], row["result"]]
         cells.append(", ".join(f"{arm} {ms:.1f}" for arm, ms in speeds.items() if ms) or "-")
         lines.append([*cells, *(row[name] for name in ("device", "date", "torch", "versions"))])
     return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)
 
 
-def where() -> dict[str, str]:
-    """Cells of every row."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+def where(ranks: int) -> dict[str, str]:
+    """Cells of a row."""
+    gpus = torch.cuda.device_count()
+    device = f"{min(gpus, ranks)} x {torch.cuda.get_device_name()}" if gpus else "cpu"
     return {
         "device": device,
         "date": str(datetime.date.today()),
@@ -240,7 +244,9 @@ def main() -> int:
         wanted = [args.ranks] if args.ranks else [n for n in contract.ranks if n <= most]
         for ranks in wanted:
             if ranks in contract.ranks:
-                rows.append(check(name, ranks, args) | where() | {"versions": versions(contract)})
+                rows.append(
+                    check(name, ranks, args) | where(ranks) | {"versions": versions(contract)}
+                )
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
                 if args.json:  # what is known outlives a run that is cut off
                     Path(args.json).write_text(json.dumps({"arguments": vars(args), "rows": rows}))

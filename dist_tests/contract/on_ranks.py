@@ -134,10 +134,13 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        os.environ["FSDP_QUANT_TEST_DEVICE"] = "cuda"
-        dist.init_process_group("nccl", device_id=device)
+        os.environ |= {"FSDP_QUANT_TEST_DEVICE": "cuda", "LOCAL_RANK": str(device.index)}
+        if world > torch.cuda.device_count():
+            dist.init_process_group("gloo")  # NCCL wants a GPU a rank
+        else:
+            dist.init_process_group("nccl", device_id=device)
     else:
         torch.set_num_threads(1)
         os.environ["ACCELERATE_USE_CPU"] = "true"
