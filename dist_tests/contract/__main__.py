@@ -173,7 +173,7 @@ def check(name: str, ranks: int, args: argparse.Namespace) -> dict:
         run = start(name, ranks, args)
         arms, reference, changed = run["arms"], None, None
         if contract.compared == "one rank":
-            reference = start(name, 1, args)["arms"]
+            reference = start(name, 1, args)["arms"] if ranks > 1 else arms
             if max(verdict(arms, reference)["apart"].values()) > LIMIT:
                 changed = start(name, 1, args, changed=True)["arms"]
     except RuntimeError as error:
@@ -228,7 +228,9 @@ def main() -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--only", help=f"of {','.join(CONTRACTS)}")
-    parser.add_argument("--ranks", type=int, help="default: 2, and 4 where there are 4 GPUs")
+    parser.add_argument(
+        "--ranks", type=int, help="default: 2, and 4 where there are 4 GPUs; 1: for its times"
+    )
     parser.add_argument("--limit-s", type=int, default=600, help="of each run of a program")
     parser.add_argument("--json")
     on_ranks.add_settings(parser)
@@ -243,7 +245,7 @@ def main() -> int:
         contract = CONTRACTS[name]
         wanted = [args.ranks] if args.ranks else [n for n in contract.ranks if n <= most]
         for ranks in wanted:
-            if ranks in contract.ranks:
+            if ranks in contract.ranks or (ranks == 1 and contract.compared == "one rank"):
                 rows.append(
                     check(name, ranks, args) | where(ranks) | {"versions": versions(contract)}
                 )
