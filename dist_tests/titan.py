@@ -21,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule
@@ -93,7 +94,7 @@ def _undivided(model) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(dist.get_backend() != "nccl")
 
 
 def _step(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs) -> None:
@@ -107,7 +108,7 @@ def _step(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_o
 
 if ON_CPU:
     FlexAttention.compiled_flex_attn = staticmethod(_attention)
-    fsdp.disable_fsdp_gradient_division = _undivided
+fsdp.disable_fsdp_gradient_division = _undivided
 dist_utils.set_pg_timeouts = lambda **_: None
 PipelineScheduleSingle.step = _step
 titan.time = SimpleNamespace(sleep=lambda seconds: None, perf_counter=titan.time.perf_counter)

@@ -4,13 +4,13 @@
     python -m dist_tests.contract [--only NAME,..] [--ranks 2|4] [--steps 50] [--recipe mxfp8]
                                   [--size small|wide] [--json FILE] [--limit-s 600]
 
-With GPUs: a GPU a rank, NCCL; with fewer GPUs than ranks these share them, over gloo, whose times
-say nothing. Without: gloo, smaller models, and contracts that need a GPU say so.
-A contract is compared with the same program on one rank ("one rank": losses of the first step
-within `FIRST`, of every step within `LIMIT`; if they are not, within twice what one rank is apart
-from itself where initial weights are changed by 1e-4 of their size), or with itself ("resume":
-losses behind a resume from a checkpoint in the middle). Speeds are medians of the second half of
-the steps.
+With GPUs: a GPU a rank, NCCL; fewer GPUs than ranks are shared, collectives go through the host
+(`shared_gpu`), and times are of one rank. Without: gloo, smaller models, and contracts that need a
+GPU say so. A contract is compared with the same program on one rank ("one rank": losses of the
+first step within `FIRST`, of every step within `LIMIT`; if they are not, within twice what one rank
+is apart from itself where initial weights are changed by 1e-4 of their size), or with itself
+("resume": losses behind a resume from a checkpoint in the middle). Speeds are medians of the second
+half of the steps.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # differs is fed back, and a rounding of 8 bits is 16 times one of bf16.
 FIRST, LIMIT = 2e-4, 0.02
 RESUMED = 0.0 if not torch.cuda.is_available() else 1e-3  # kernels of attention add in any order
+PRINTED = 20_000  # characters of a run that failed: a fault's stack is followed by torchrun's
 
 
 class Contract(NamedTuple):
     """program:  module.function of this package; compared:  "one rank" or "resume"; ranks:  those
     that it can run on; needs:  packages; gpu:  what of it has no implementation on CPUs; sends:
-    from rank to rank, which gloo does from CPUs alone."""
+    from rank to rank, which shared GPUs do not."""
 
     program: str
     compared: str = "one rank"
@@ -121,12 +122,12 @@ def start(name: str, ranks: int, args: argparse.Namespace, changed: bool = False
             printed, _ = process.communicate(timeout=60)
             if isinstance(error, subprocess.TimeoutExpired):
                 end = f"stopped after {args.limit_s} s"
-                raise RuntimeError(f"{printed[-4000:]}\n{end}") from None
+                raise RuntimeError(f"{printed[-PRINTED:]}\n{end}") from None
             raise
         found = Path(folder, "result.json")
         if process.returncode or not found.exists():
             failed = [Path(path).read_text() for path in sorted(Path(folder).glob("failed_*"))]
-            raise RuntimeError(f"{''.join(failed) or printed[-4000:]}")
+            raise RuntimeError(f"{''.join(failed) or printed[-PRINTED:]}")
         return json.loads(found.read_text())
 
 

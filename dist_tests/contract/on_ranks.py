@@ -7,6 +7,7 @@ python -m torch.distributed.run ... -m dist_tests.contract.on_ranks MODULE.FUNCT
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import pkgutil
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import dist_tests.contract.shared_gpu  # noqa: F401 - a backend
 import fsdp_quant as fq
 from fsdp_quant.counters import counters
 
@@ -131,6 +133,7 @@ def main() -> None:
     add_settings(parser)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    faulthandler.enable()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -138,7 +141,7 @@ def main() -> None:
         torch.cuda.set_device(device)
         os.environ |= {"FSDP_QUANT_TEST_DEVICE": "cuda", "LOCAL_RANK": str(device.index)}
         if world > torch.cuda.device_count():
-            dist.init_process_group("gloo")  # NCCL wants a GPU a rank
+            dist.init_process_group("shared_gpu")
         else:
             dist.init_process_group("nccl", device_id=device)
     else:
