@@ -69,13 +69,13 @@ void count(int64_t handle, int what, int64_t times = 1);
 // How ranks share a layer (linear/cut.py, `TensorParallel`). Without a group, none do.
 struct Ranks {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  bool column;  // each holds rows of the weight; else columns
-  int64_t cut;  // the dim of x (column) or y (else) that is cut; -1: none
-  bool sums;    // without a cut: dx (column) or y (else) is summed here
-  bool spans_weight;  // scales of a whole tensor are those of the whole weight
-  int64_t pieces;  // in which y is scattered
-  int64_t reader;  // of a cut x that other layers read too (`exchange`); 0: this layer alone gathers it, and scatters dx
-  int64_t outer;  // of rows [outer, chunk] of a rank, and [outer, ranks, chunk] of all; 1 without a cut
+  bool column = false;  // each holds rows of the weight; else columns
+  int64_t cut = -1;     // the dim of x (column) or y (else) that is cut; -1: none
+  bool sums = false;    // without a cut: dx (column) or y (else) is summed here
+  bool spans_weight = false;  // scales of a whole tensor are those of the whole weight
+  int64_t pieces = 0;   // in which y is scattered
+  int64_t reader = 0;   // of a cut x that other layers read too (`exchange`); 0: this layer alone gathers it, and scatters dx
+  int64_t outer = 1;    // of rows [outer, chunk] of a rank, and [outer, ranks, chunk] of all; 1 without a cut
 
   bool is_cut() const { return cut >= 0; }
   bool gathers(Slot slot) const { return is_cut() && reader == 0 && slot == (column ? kInput : kGradOutput); }
@@ -107,7 +107,7 @@ struct LinearCall : torch::CustomClassHolder {
   std::vector<at::Tensor> columnwise;  // weight operand
   MaybeTensor grad_amaxes;             // written by the previous autograd node: amaxes of dy
   Saved saved_input;                   // of the input
-  Ranks ranks = {};
+  Ranks ranks;
   ScalingAmaxes input_amaxes = {};     // that ranks share
   bool dgrad = false;                  // the forward left what dgrad reads
   MaybeTensor main_grad;               // fp32, to which the backward adds dw
