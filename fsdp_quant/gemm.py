@@ -31,20 +31,6 @@ from .ops.layout import ANCHORED, ANCHORS
 from .storage import Storage, to_gemm_operand, to_storage
 
 
-class Watch(NamedTuple):
-    """Where a product adds what it lost to its anchors: fp32 guard[product], of [3, 2]
-    (`native.product_error`).
-
-    counted:  of a, of b, as `ops.product_error` has it. step: int64 [5]
-              (`context.STEP_FIELDS`).
-    """
-
-    counted: tuple[int, int]
-    step: Tensor
-    guard: Tensor
-    product: int
-
-
 class Epilogue(NamedTuple):
     """Applied to a product in fp32: times alpha, plus bias, rounded once to out_dtype."""
 
@@ -80,7 +66,7 @@ def gemm(
     alpha: Tensor | None = None,
     out_amax: Tensor | None = None,
     domain: str | None = None,
-    watch: Watch | None = None,
+    watch: native.Watch | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """alpha * a b^T + bias, with a [outer_a, contraction] and b [outer_b, contraction].
@@ -93,7 +79,7 @@ def gemm(
     out_amax:    fp32 [1]: raised to the largest magnitude of the result.
     domain:      "native", "anchored", "bf16" or "reference" (default: the fastest that computes
                  this pair here).
-    watch:       of a product of codes, `Watch`; None: nobody asks what it lost.
+    watch:       of a product of codes, `native.Watch`; None: nobody asks what it lost.
     batch_invariant:  bits of a row of the result depend on that row of a and on b, and not on
                  how many rows a has (`fq.numerics.batch_invariant`).
     returns:     [outer_a, outer_b].
@@ -179,7 +165,7 @@ def _multiply(
     out: Tensor | None,
     accumulate: bool,
     epilogue: Epilogue,
-    watch: Watch | None,
+    watch: native.Watch | None,
     batch_invariant: bool,
 ) -> Tensor:
     """The product on the tensor cores, with partial sums in fp32."""
@@ -190,15 +176,15 @@ def _multiply(
             alpha = scale if alpha is None else alpha * scale
     left = native.Operand(a.data, a.scale, a.operand_format)
     right = native.Operand(b.data, b.scale, b.operand_format)
-    if watch is not None and any(watch.counted):
-        native.product_error(left, right, *watch)
     if batch_invariant and left.fmt.block[1] != 512:  # the GEMM of 512 is always our own
+        if watch is not None:
+            native.product_error(left, right, watch)
         is_plain = bias is alpha is None and out_dtype is not torch.float16
         written = out_dtype if is_plain else torch.float32
         y = native.batch_invariant_gemm(left, right, written)
         y = y if is_plain else Epilogue(out_dtype, bias, alpha).apply(y, None, None)
         return y if out is None else out.add_(y) if accumulate else out.copy_(y)
-    return native.gemm(left, right, out_dtype, out, accumulate, bias, alpha)
+    return native.gemm(left, right, out_dtype, out, accumulate, bias, alpha, watch)
 
 
 _ROWS = 128  # of a tile

@@ -266,6 +266,18 @@ void register_gemm(torch::Library& m) {
                                                  const at::Tensor& step, const at::Tensor& guard, int64_t product) {
         product_error(a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product);
       }), compliant());
+  // `product_error`, then `gemm`: each call of an operator in a graph takes the host microseconds.
+  m.def(
+      "watched_gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, ScalarType out_dtype, "
+      "int counted, Tensor step, Tensor(a!) guard, int product, Tensor? bias=None, Tensor? alpha=None) -> Tensor",
+      torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+                                                 const MaybeTensor& b_scale, int64_t a_kind, int64_t b_kind,
+                                                 at::ScalarType out_dtype, int64_t counted, const at::Tensor& step,
+                                                 const at::Tensor& guard, int64_t product, const MaybeTensor& bias,
+                                                 const MaybeTensor& alpha) {
+        product_error(a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product);
+        return gemm(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha);
+      }), compliant());
   m.def("set_probed(bool probed) -> ()", [](bool probed) { may_be_probed = probed; });
   m.def("gemm_takes(int a_kind, int b_kind, int major, int minor) -> bool", gemm_takes);
   m.def(

@@ -334,3 +334,15 @@ def encodable(e: Encoding, row0: int) -> bool:
 def cut(e: Encoding, row: int) -> int:
     """The last row up to `row` between whose blocks a tensor may be cut."""
     return row - row % (e.fmt.row_alignment(e.direction) if e.fmt.chooses_by_error else 1)
+
+
+def look(
+    a: native.Operand,
+    b: native.Operand,
+    counted: tuple[int, int],
+    step: Tensor,
+    guard: Tensor,
+    product: int,
+) -> None:
+    """Add what a product of a and b loses to the guard, if the step is probed."""
+    native.product_error(a, b, native.Watch(native.packed_counts(counted), step, guard, product))

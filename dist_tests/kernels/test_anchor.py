@@ -193,7 +193,7 @@ def test_what_products_lose_is_the_references():
                 ):
                     step = torch.tensor([3, probe * PROBED_STEPS, 0, -1, 0], device=expected.DEVICE)
                     guard = torch.ones(3, 2, device=expected.DEVICE)
-                    native.product_error(
+                    expected.look(
                         native.Operand(*a), native.Operand(*b), counted, step, guard, product
                     )
                     of_lines = b[1]
@@ -213,7 +213,7 @@ def test_what_products_lose_is_the_references():
                     assert guard[0].tolist() == guard[3 - product].tolist() == [1, 1], what
                     step[1] += 1
                     before = guard.clone()
-                    native.product_error(
+                    expected.look(
                         native.Operand(*a), native.Operand(*b), counted, step, guard, product
                     )
                     assert torch.equal(guard, before), "a step that is not looked at"
@@ -222,7 +222,7 @@ def test_what_products_lose_is_the_references():
     for at in range(0, 2 * SETTLED_STEPS + 1, PROBED_STEPS // 2):
         guard = torch.zeros(3, 2, device=expected.DEVICE)
         step = torch.tensor([3, at, 0, -1, 0], device=expected.DEVICE)
-        native.product_error(native.Operand(*a), native.Operand(*b), (1, 1), step, guard, 0)
+        expected.look(native.Operand(*a), native.Operand(*b), (1, 1), step, guard, 0)
         assert bool(guard.any()) is is_probed(at), at
         looked += [at] * is_probed(at)
     assert looked == [*range(0, 256, 16), 256, 384, 512]
@@ -561,8 +561,24 @@ def test_a_guard_of_another_kind_is_refused():
     }
     for text, arguments in refused.items():
         with pytest.raises(ValueError, match=text):
-            native.product_error(*arguments)
+            expected.look(*arguments)
     assert guard.count_nonzero() == 0
+
+
+def test_a_watched_product_is_the_product_and_what_it_loses():
+    """If false, a compiled model multiplies or counts otherwise than an eager one."""
+    fmt = Format("operand", ELEMENT_OF["e4m3"], (1, None), "fp32")
+    of_lines = [torch.rand(64, device=expected.DEVICE) + 0.5 for _ in range(2)]
+    a, b = (native.Operand(random_bytes((64, 96)) & 0x77, scale, fmt) for scale in of_lines)
+    step = torch.zeros(5, dtype=torch.int64, device=expected.DEVICE)
+    apart, together = (torch.zeros(3, 2, device=expected.DEVICE) for _ in range(2))
+    for product in range(3):
+        expected.look(a, b, (1, 1), step, apart, product)
+        plain = native.gemm(a, b, torch.bfloat16, None, False, None, None)
+        watch = native.Watch(native.packed_counts((1, 1)), step, together, product)
+        y = native.gemm(a, b, torch.bfloat16, None, False, None, None, watch)
+        expected.assert_same(y, plain, f"product {product}")
+    assert torch.equal(together, apart) and together.all()
 
 
 def test_steps_that_the_host_knows_not_to_be_probed_launch_nothing():
@@ -574,7 +590,7 @@ def test_steps_that_the_host_knows_not_to_be_probed_launch_nothing():
     guard, graph = torch.zeros(3, 2, device=expected.DEVICE), torch.cuda.CUDAGraph()
 
     def counted() -> bool:
-        native.product_error(a, a, (1, 1), step, guard.zero_(), 0)
+        expected.look(a, a, (1, 1), step, guard.zero_(), 0)
         return bool(guard.any())
 
     assert counted()
@@ -582,7 +598,7 @@ def test_steps_that_the_host_knows_not_to_be_probed_launch_nothing():
     try:
         assert not counted()
         with torch.cuda.graph(graph):
-            native.product_error(a, a, (1, 1), step, guard, 0)
+            expected.look(a, a, (1, 1), step, guard, 0)
     finally:
         native.set_probed(True)
     assert not guard.any()

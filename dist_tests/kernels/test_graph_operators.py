@@ -31,6 +31,7 @@ SHAPES = ((1, 1), (7, 15), (33, 47), (128, 256), (129, 257), (200, 1000))
 # What operators write, by the names of their arguments; all others write nothing.
 WRITES = {
     "product_error": {"guard"},
+    "watched_gemm": {"guard"},
     "quantize_group": {"record", "staging"},
     "quantize_group_out": {"record", "data", "scale"},
     "gemm_out": {"out"},

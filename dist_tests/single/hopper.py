@@ -645,6 +645,26 @@ class Operators:
             out_dtype
         )
 
+    def watched_gemm(
+        self,
+        a,
+        b,
+        a_scale,
+        b_scale,
+        a_kind,
+        b_kind,
+        out_dtype,
+        counted,
+        step,
+        guard,
+        product,
+        bias=None,
+        alpha=None,
+    ):
+        pair = a, b, a_scale, b_scale, a_kind, b_kind
+        self.product_error(*pair, counted, step, guard, product)
+        return self.gemm(*pair, out_dtype, bias, alpha)
+
     def gemm_out(
         self,
         out,

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..encoded_matrix import EncodedMatrix
 from ..formats import COLUMNWISE, Direction
-from ..gemm import Watch
-from ..ops import opaque
+from ..ops import native, opaque
 from ..ops.dispatch import Statistics
 from ..ops.reference import known
 from ..quantizer import HybridQuantizer
@@ -202,12 +201,13 @@ class Call(NamedTuple):
         """Record amaxes of a slot's delayed directions in its histories."""
         record_amaxes(self.histories[SLOTS.index(slot)], self.plan.hybrid(slot), amaxes)
 
-    def watch(self, resolved: Resolved, product: int) -> Watch | None:
+    def watch(self, resolved: Resolved, product: int) -> native.Watch | None:
         """Return where a product adds what it lost; None: it is not watched."""
         guard = self.backward_guard if product else self.guard
-        if guard is None:
+        counted = native.packed_counts(resolved.watched[product])
+        if guard is None or not counted:
             return None
-        return Watch(resolved.watched[product], known(self.step, "the step"), guard, product)
+        return native.Watch(counted, known(self.step, "the step"), guard, product)
 
     def described(self, tensor: str) -> Name:
         """Return a name for a tensor of the layer, in errors."""

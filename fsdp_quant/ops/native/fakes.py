@@ -141,6 +141,7 @@ _WITHOUT_RESULTS = (
     "encode_gradients decode_gradients"
 )
 FAKES |= dict.fromkeys(_WITHOUT_RESULTS.split(), lambda *args, **options: None)
+FAKES["watched_gemm"] = FAKES["gemm"]
 
 
 def _flops(a: Sequence[int], b: Sequence[int], kind: int = 0) -> int:
@@ -159,6 +160,7 @@ FLOPS = {
     "grouped_gemm": lambda out, a, b, *rest, **options: _flops(a, b[1:]),
     "grouped_gemm_wgrad": lambda out, a, b, *rest, **options: _flops(a, b),
 }
+FLOPS["watched_gemm"] = FLOPS["gemm"]
 if extension.is_loaded():
     for _name, _fake in FAKES.items():
         torch.library.register_fake(f"fsdp_quant::{_name}", _fake)

@@ -67,18 +67,24 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
     return Operand(data, scale, o.fmt)
 
 
-def product_error(
-    a: Operand, b: Operand, counted: tuple[int, int], step: Tensor, guard: Tensor, product: int
-) -> None:
-    """Add the estimate of `ops.product_error` to guard[product], in steps that are probed.
+class Watch(NamedTuple):
+    """Where a product of 8-bit codes with fp32 scales per tensor, line or run adds what it lost to
+    its anchors, in steps that are probed: fp32 guard[product], of [3, 2]. counted: `packed_counts`.
+    step: int64 [5] (`context.STEP_FIELDS`)."""
 
-    a, b:     8-bit codes with fp32 scales per tensor, line or run.
-    counted:  of a and of b, as in the reference.
-    step:     int64 [5] (`context.STEP_FIELDS`).
-    guard:    fp32 [3, 2].
-    """
-    pair = a.data, b.data, a.scale, b.scale, operand_code(a.fmt), operand_code(b.fmt)
-    _ops.product_error(*pair, packed_counts(counted), step, guard, product)
+    counted: int
+    step: Tensor
+    guard: Tensor
+    product: int
+
+
+def product_error(a: Operand, b: Operand, watch: Watch) -> None:
+    """Add the estimate of `ops.product_error`."""
+    _ops.product_error(*_pair(a, b), *watch)
+
+
+def _pair(a: Operand, b: Operand) -> tuple:
+    return a.data, b.data, a.scale, b.scale, operand_code(a.fmt), operand_code(b.fmt)
 
 
 def set_probed(probed: bool) -> None:
@@ -100,10 +106,11 @@ def gemm(
     accumulate: bool,
     bias: Tensor | None,
     alpha: Tensor | None,
+    watch: Watch | None = None,
 ) -> Tensor:
     """Compute alpha * a b^T + bias; with `accumulate`, add it to `out`. Partial sums of 8-bit codes
     are promoted to fp32."""
-    m, n, has_codes = a.data.shape[0], b.data.shape[0], a.fmt.is_quantized
+    given, m, n, has_codes = (a, b), a.data.shape[0], b.data.shape[0], a.fmt.is_quantized
     if has_codes:
         a, b = _fitting(a, 16 if a.fmt.block[1] == 128 else 1), _fitting(b, 16)
     fits = (a.data.shape[0], b.data.shape[0]) == (m, n)
@@ -119,12 +126,17 @@ def gemm(
         fused_bias, later_bias = None, bias
     elif bias is not None and bias.storage_offset() * bias.element_size() % 16:
         fused_bias = bias.clone()
-    operands = (a.data, b.data, a.scale, b.scale, operand_code(a.fmt), operand_code(b.fmt))
-    writes_fp32 = writes_fp32 or later_bias is not None
+    operands, writes_fp32 = _pair(a, b), writes_fp32 or later_bias is not None
+    if watch is not None and (out is not None or not fits):
+        product_error(*given, watch)
     if out is not None and fits and not writes_fp32:
         _ops.gemm_out(out, *operands, accumulate, fused_bias, alpha)
         return out
-    y = _ops.gemm(*operands, torch.float32 if writes_fp32 else out_dtype, fused_bias, alpha)
+    written = torch.float32 if writes_fp32 else out_dtype
+    if watch is not None and out is None and fits:
+        y = _ops.watched_gemm(*operands, written, *watch, fused_bias, alpha)
+    else:
+        y = _ops.gemm(*operands, written, fused_bias, alpha)
     y = y if fits else y[:m, :n].contiguous()
     if later_bias is not None:
         y = (y + later_bias.float()).to(out_dtype)
