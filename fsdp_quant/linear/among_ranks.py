@@ -169,27 +169,17 @@ def _multiply(
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
         ids = axis.slot_ids(runtime.name, weight.shape, x.device)
         call = call._replace(step=step, ids=ids)
-    # amaxes are recorded for one layer
-    shares = axis.gathered_slot == "input" and not plan.input.delayed_directions
-    handed = Handed(owner=owner if shares else None)
-    ranks = _ranks_of_step(call, x, weight, bias, handed.owner is None, owner)
+    handed = Handed(owner=owner)
+    ranks = _ranks_of_step(call, x, weight, bias, handed)
     if ranks is not None:
         return fused.linear(x, weight, bias, call._replace(ranks=ranks), handed)
     return fused.unwritten(linear(x, weight, bias, call, owner), weight, x.requires_grad)
 
 
 def _ranks_of_step(
-    call: Call,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    is_alone: bool,
-    owner: Tensor | None,
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, handed: Handed
 ) -> StepRanks | None:
-    """Return `Call.ranks` where one compiled call per pass gives the bytes of the program.
-
-    is_alone:  the call shares x with no other layer. owner: x, the DTensor over it, or None.
-    """
+    """Return `Call.ranks` where one compiled call per pass gives the bytes of the program."""
     axis = known(call.axis, "the ranks")
     column, is_cut, ranks = axis.column, axis.sequence_dim is not None, axis.group.size()
     served = call.plan.once(_serves_ranks, column, is_cut, x.dtype, x.device)
@@ -200,12 +190,13 @@ def _ranks_of_step(
     dim, count = -1, 1
     if is_cut:
         multiple, in_pieces = served
-        cut = _cut_of(axis, x if owner is None else owner, weight, call.described)
+        owner = x if handed.owner is None else handed.owner
+        cut = _cut_of(axis, owner, weight, call.described)
         dim, count = cut.dim, 1 if column or cut.outer > 1 else pieces(cut.chunk, weight.shape)
         if cut.chunk % multiple or (count > 1 and not in_pieces):
             return None
         resolved = call.plan.resolved(x.dtype, x.device)
-        if column and not is_alone and not fused.can_add(call.plan, resolved, 1):
+        if handed.shares_input(call) and not fused.can_add(call.plan, resolved, 1):
             return None  # dx is added to that of other layers
     return axis.group.group_name, column, dim, axis.reduces, call.weight_group is not None, count, 0
 
@@ -241,10 +232,8 @@ def _serves_ranks(
 def _check(
     layer: BaseLinear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel
 ) -> None:
-    """In a trace, raise what the eager layer raises of a cut before its first collective.
-
-    owner:  x, or the DTensor over it.
-    """
+    """In a trace, raise what the eager layer raises of a cut before its first collective. owner: x,
+    or the DTensor over it."""
     slot, column = axis.gathered_slot, axis.column
     if slot is None:
         return

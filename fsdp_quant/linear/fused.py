@@ -193,7 +193,7 @@ def _compiled(
     """Return y with its autograd node, in one call."""
     key, codes, plan = None, None, known(resolved.call, "the compiled step")
     reader, layouts = None, resolved.layouts["input"]
-    if handed.owner is not None:
+    if handed.shares_input(call):
         shared = known(shared_input(x, handed.owner, call), "the shared input")
         codes = [*buffers_of(shared.operands.take(ROWWISE, layouts[ROWWISE])), *shared.saved]
         x, reader = shared.x, reader_of(shared, layouts[COLUMNWISE], call)

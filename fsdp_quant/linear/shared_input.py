@@ -55,6 +55,11 @@ class Handed:
     grad_amaxes: Tensor | None = None
     owner: Tensor | None = None
 
+    def shares_input(self, call: Call) -> bool:
+        """Layers share what ranks gather of x. Amaxes of delayed scaling are of one layer."""
+        is_gathered = call.axis is not None and call.axis.gathered_slot == "input"
+        return self.owner is not None and is_gathered and not call.plan.input.delayed_directions
+
 
 class HandedByInput:
     """`Handed` of a tensor that several layers of one module read, during its forward."""
