@@ -59,16 +59,15 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Te
     mesh, column = weight.device_mesh, weight.placements[0].is_shard(0)
     wanted = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
     local, sequence_dim, reduces = _local_input(x, mesh, column, wanted)
-    placement: Layout = Replicate()
     if column:
         axis = TensorParallel(state.tensor_group, True, sequence_dim, reduces)
-        placement = Shard(x.dim() - 1)
+        placement: Layout = Shard(x.dim() - 1)
+    elif layouts is not None and (cut := _sequence_dim(layouts.output, x.dim())) is not None:
+        axis, placement = TensorParallel(state.tensor_group, False, cut), layouts.output
     else:
-        cut = None if layouts is None else _sequence_dim(layouts.output, x.dim())
-        placement = placement if layouts is None or cut is None else layouts.output
-        axis = TensorParallel(state.tensor_group, False, cut)
-    own_bias = None if bias is None else bias.to_local()
-    y = multiply_shared(layer, x, local, weight.to_local(), own_bias, axis)
+        axis, placement = TensorParallel(state.tensor_group, False), Replicate()
+    local_bias = None if bias is None else bias.to_local()
+    y = multiply_shared(layer, x, local, weight.to_local(), local_bias, axis)
     if layouts is not None and layouts.use_local_output:
         if _same(layouts.output, placement, x.dim()):
             return y
