@@ -225,7 +225,9 @@ def linear(
     handed, dgrad = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
     plan, operand, late = call.plan, None, None
     resolved = plan.resolved(x.dtype, x.device)
-    adds_to, in_any_order = _adds_to(call, resolved), not plan.batch_invariant
+    adds_to, in_any_order = None, not plan.batch_invariant
+    if isinstance(call.wgrad, WeightGradient) and can_add(plan, resolved, 2):
+        adds_to = call.wgrad.in_step()  # where the compiled call adds dw itself
     is_one_call = in_any_order and (call.wgrad is None or adds_to is not None)
     is_one_call = is_one_call and not torch_compat.dispatch_is_watched()
     if is_one_call and _is_one_call(resolved, x, weight.shape[0], bias):
@@ -255,14 +257,6 @@ def unwritten(y: Tensor, weight: Tensor, dgrad: bool) -> Tensor:
     if isinstance(weight, QuantizedWeight) and dgrad and y.grad_fn is not None:
         y.grad_fn.register_prehook(functools.partial(_refuse_written, weight, weight.version))
     return y
-
-
-def _adds_to(call: Call, resolved: Resolved) -> AddsTo | None:
-    """Where a compiled step adds dw itself; None: autograd is given it, or wgrad is no product of
-    codes."""
-    if not isinstance(call.wgrad, WeightGradient):
-        return None
-    return call.wgrad.in_step() if can_add(call.plan, resolved, 2) else None
 
 
 def can_add(plan: GemmPlan, resolved: Resolved, product: int) -> bool:

@@ -78,6 +78,22 @@ class HandedByInput:
 # Of column layers whose input is cut along the sequence #
 
 
+@dataclass(eq=False)
+class _Backward:
+    """What one backward of a cut input holds: the codes of all ranks, which `reads` layers read;
+    the sum of the dx of `summands` layers; the scatter of that sum, if it started."""
+
+    columnwise: Gather | None = None
+    reads: int = 0
+    dx: Tensor | None = None
+    summands: int = 0
+    scattering: Callable[[], Tensor] | None = None
+
+    def scatter(self, cut: SequenceCut) -> None:
+        if self.dx is not None:
+            self.scattering, self.dx = start_scatter(self.dx, cut), None
+
+
 class SharedInput:
     """The backward of a cut input: what crosses ranks once for all layers that read it.
 
@@ -92,12 +108,9 @@ class SharedInput:
         self.saved_direction = COLUMNWISE if plan.saves == "columnwise" else ROWWISE
         travels = plan.saves == "input" or cut.travels(hybrid.encodings[self.saved_direction])
         self.saves = plan.saves if travels else "input"
-        self._readers = self._reads = self._summands = self._summed = 0
-        self._columnwise: Gather | None = None
-        # that the following belong to; the same of others, as a hook runs one within another
-        self._backward, self._others = -1, dict[int, tuple]()
-        self._dx: Tensor | None = None
-        self._scattering: Callable[[], Tensor] | None = None
+        self._readers = self._summands = 0
+        # by number, as a hook runs one within another; each is freed as it ends
+        self._backwards = weakref.WeakValueDictionary[int, _Backward]()
 
     def encode(self, x: Tensor) -> tuple[Gather, list[Tensor]]:
         """Return the rowwise operands of the whole x, and what the backward saves.
@@ -125,7 +138,8 @@ class SharedInput:
 
     def start_columnwise(self, saved: list[Tensor]) -> None:
         """Start to gather the columnwise codes, unless another layer has. saved: of `encode`."""
-        if self._columnwise is not None:
+        running = self._running()
+        if running.columnwise is not None:
             return
         call, plan, cut = self._call, self._call.plan, self.cut
         key = None
@@ -135,30 +149,32 @@ class SharedInput:
         if self.saves != "input":
             fmt, shape = plan.input.side(self.saved_direction).fmt, (cut.rows, cut.shape[-1])
             x = Storage.over(saved, fmt, self.saved_direction, shape, self._dtype)
-        self._columnwise = call.gather("input", x, [COLUMNWISE], key, self._statistics, cut)
+        running.columnwise = call.gather("input", x, [COLUMNWISE], key, self._statistics, cut)
 
     def columnwise(self, layout: str) -> EncodedMatrix:
         """Return the columnwise operand; the last layer that reads it frees it."""
-        operands = known(self._columnwise, "the gather of the shared input")
-        self._reads += 1
-        if self._reads >= self._readers:
-            self._columnwise, self._reads = None, 0
+        running = self._running()
+        operands = known(running.columnwise, "the gather of the shared input")
+        running.reads += 1
+        if running.reads >= self._readers:
+            running.columnwise = None
         return operands.take(COLUMNWISE, layout)
 
     def add(self, multiply: Callable[..., Tensor]) -> None:
         """Add a layer's dx, `multiply(out=, accumulate=)`; the last one starts the scatter."""
-        self._enter()
-        if self._dx is None:
+        dx = self._running().dx
+        if dx is None:
             self._take(multiply())
         elif self._call.traced:
-            self._take(self._dx + multiply())
+            self._take(dx + multiply())
         else:
-            self._take(multiply(out=self._dx, accumulate=True))
+            self._take(multiply(out=dx, accumulate=True))
 
     def _take(self, dx: Tensor) -> None:
-        self._dx, self._summed = dx, self._summed + 1
-        if self._summed == self._summands:
-            self._scatter(dx)
+        running = self._running()
+        running.dx, running.summands = dx, running.summands + 1
+        if running.summands == self._summands:
+            running.scatter(self.cut)
 
     def exchange(self, layout: str, wgrad: bool, is_behind: bool, tensors: list) -> list[Tensor]:
         """What ranks exchange in the compiled backward of a layer, before its dgrad and behind.
@@ -170,30 +186,27 @@ class SharedInput:
             for dx in tensors:
                 self._take(dx)
             return buffers_of(self.columnwise(layout)) if wgrad else []
-        self._enter()
         if tensors:
             self.start_columnwise(tensors)
-        return [] if self._dx is None else [self._dx]
+        dx = self._running().dx
+        return [] if dx is None else [dx]
 
-    def _enter(self) -> None:
-        """Continue with the sum of the backward that runs."""
-        if self._backward != (number := torch_compat.backward_number()):
-            self._others[self._backward] = self._dx, self._summed, self._scattering
-            self._dx, self._summed, self._scattering = self._others.pop(number, (None, 0, None))
-            self._backward = number
-
-    def _scatter(self, dx: Tensor) -> None:
-        self._scattering, self._dx, self._summed = start_scatter(dx, self.cut), None, 0
+    def _running(self) -> _Backward:
+        """Return the backward that runs."""
+        number = torch_compat.backward_number()
+        if (running := self._backwards.get(number)) is None:
+            running = self._backwards[number] = _Backward()
+            torch_compat.hold_in_backward(running)
+        return running
 
     def gradient(self) -> Tensor | None:
         """Return the sum over layers and ranks of this rank's rows of dx; None: none took part."""
         with self._call.running(self._device):
-            self._enter()
-            if self._dx is not None:  # not every layer took part in this backward
-                self._scatter(self._dx)
-            if self._scattering is None:
+            running = self._running()
+            running.scatter(self.cut)  # where not every layer took part in this backward
+            if running.scattering is None:
                 return None
-            scattering, self._scattering = self._scattering, None
+            scattering, running.scattering = running.scattering, None
             dx = scattering().view(self.cut.shape).requires_grad_(torch.is_grad_enabled())
             return torch_compat.once_differentiable(lambda dx: dx, REFUSED, dx)
 
