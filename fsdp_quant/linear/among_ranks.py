@@ -57,8 +57,8 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Te
             "module out of fq.convert"
         )
     mesh, column = weight.device_mesh, weight.placements[0].is_shard(0)
-    wanted = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
-    local, sequence_dim, reduces = _local_input(x, mesh, column, wanted)
+    layout = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
+    local, sequence_dim, reduces = _local_input(x, mesh, column, layout)
     if column:
         axis = TensorParallel(state.tensor_group, True, sequence_dim, reduces)
         placement: Layout = Shard(x.dim() - 1)
@@ -77,7 +77,7 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Te
 def _local_input(
     x: Tensor, mesh: DeviceMesh, column: bool, layout: Layout
 ) -> tuple[Tensor, int | None, bool]:
-    """(this rank's part of x, the dim that it is cut along, whether to sum its gradient here)."""
+    """(this rank's part of x, the dim that cuts its sequence, whether the layer sums its dx)."""
     if isinstance(x, DTensor):
         layout = x.placements[0]
     dims = x.dim()
@@ -139,7 +139,7 @@ def multiply_shared(
         )
     if torch.compiler.is_compiling() and not layer.delay_wgrad_compute:
         owner = x if owner is None or axis.gathered_slot != "input" else owner
-        _check(layer, owner, weight, plan, axis)
+        _check_cut(layer, owner, weight, plan, axis)
         group, spans_weight = axis.group.group_name, override is None
         ranks = group, axis.column, axis.sequence_dim, axis.reduces, spans_weight, dtype
         return layer.in_graph(owner, weight, bias, plan, ranks)
@@ -162,9 +162,9 @@ def _multiply(
     )
     if axis.group.size() > 1 and plan.is_keyed:
         step = STEP.on(x.device)
-        if STEP.token_offset < 0:  # else it says where this rank's rows are
-            step = step.clone()  # ranks with the same rows round alike
-            # a launch that graphs capture
+        if STEP.token_offset < 0:  # the data-parallel rank keys rows
+            step = step.clone()  # of ranks with the same rows it is one
+            # a kernel writes it, so that CUDA graphs capture it
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
         ids = axis.slot_ids(runtime.name, weight.shape, x.device)
         call = call._replace(step=step, ids=ids)
@@ -172,7 +172,7 @@ def _multiply(
     ranks = _ranks_of_step(call, x, weight, bias, handed)
     if ranks is not None:
         return fused.linear(x, weight, bias, call._replace(ranks=ranks), handed)
-    return fused.unwritten(linear(x, weight, bias, call, owner), weight, x.requires_grad)
+    return fused.with_write_check(linear(x, weight, bias, call, owner), weight, x.requires_grad)
 
 
 def _ranks_of_step(
@@ -180,9 +180,9 @@ def _ranks_of_step(
 ) -> StepRanks | None:
     """Return `Call.ranks` where one compiled call per pass gives the bytes of the program."""
     axis = known(call.axis, "the ranks")
-    column, is_cut, ranks = axis.column, axis.sequence_dim is not None, axis.group.size()
+    column, is_cut = axis.column, axis.sequence_dim is not None
     served = call.plan.once(_serves_ranks, column, is_cut, x.dtype, x.device)
-    if served is None or ranks == 1 or not (column or bias is None):
+    if served is None or axis.group.size() == 1 or not (column or bias is None):
         return None
     if x.is_cuda and not torch_compat.is_nccl(axis.group, x.device):
         return None
@@ -228,7 +228,7 @@ def _serves_ranks(
     return rows, lays_out("input", ROWWISE, [ANCHORED])
 
 
-def _check(
+def _check_cut(
     layer: BaseLinear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel
 ) -> None:
     """In a trace, raise what the eager layer raises of a cut before its first collective. owner: x,

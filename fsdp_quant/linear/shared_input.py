@@ -80,8 +80,8 @@ class HandedByInput:
 
 @dataclass(eq=False)
 class _Backward:
-    """What one backward of a cut input holds: the codes of all ranks, which `reads` layers read;
-    the sum of the dx of `summands` layers; the scatter of that sum, if it started."""
+    """Tensors of one backward: columnwise codes of all ranks, which `reads` layers have read; the
+    sum of the dx of `summands` layers; once that sum is scattered, the function that waits."""
 
     columnwise: Gather | None = None
     reads: int = 0
@@ -95,7 +95,7 @@ class _Backward:
 
 
 class SharedInput:
-    """The backward of a cut input: what crosses ranks once for all layers that read it.
+    """A cut input, which is gathered once for all layers that read it, as its dx is scattered once.
 
     saves:  what the backward gathers its columnwise codes from: "columnwise" or "rowwise" codes of
             this rank's rows, or its rows in high precision ("input").
@@ -109,7 +109,7 @@ class SharedInput:
         travels = plan.saves == "input" or cut.travels(hybrid.encodings[self.saved_direction])
         self.saves = plan.saves if travels else "input"
         self._readers = self._summands = 0
-        # by number, as a hook runs one within another; each is freed as it ends
+        # number of a backward -> its tensors: a hook may run a backward within another
         self._backwards = weakref.WeakValueDictionary[int, _Backward]()
 
     def encode(self, x: Tensor) -> tuple[Gather, list[Tensor]]:
@@ -117,29 +117,29 @@ class SharedInput:
 
         x:  this rank's rows [outer * chunk, K].
         """
-        call, cut, direction, self._dtype = self._call, self.cut, self.saved_direction, x.dtype
+        call, cut, self._dtype = self._call, self.cut, x.dtype
         key = call.key("input", x.shape[0], cut)
         passes = [[ROWWISE], [COLUMNWISE]] if call.save else [[ROWWISE]]
         self._statistics = call.statistics("input", x, passes, cut)
         saves_columnwise = call.save and self.saves == "columnwise"
-        kept = [COLUMNWISE] * saves_columnwise
+        kept = [COLUMNWISE] if saves_columnwise else []
         gather = call.gather("input", x, [ROWWISE], key, self._statistics, cut, "forward", kept)
         if not call.save:
             return gather, []
-        saved = [x] if self.saves == "input" else buffers_of(gather.local[direction])
+        saved = [x] if self.saves == "input" else buffers_of(gather.local[self.saved_direction])
         if key is not None and keeps_key(call.plan.input, saves_columnwise):
             saved.append(key)
         return gather, saved
 
-    def is_read(self, wgrad: bool, dgrad: bool) -> None:
+    def add_reader(self, wgrad: bool, dgrad: bool) -> None:
         """Count a layer that multiplied x, and whose backward will compute these."""
         self._readers += wgrad
         self._summands += dgrad
 
     def start_columnwise(self, saved: list[Tensor]) -> None:
         """Start to gather the columnwise codes, unless another layer has. saved: of `encode`."""
-        running = self._running()
-        if running.columnwise is not None:
+        backward = self._current_backward()
+        if backward.columnwise is not None:
             return
         call, plan, cut = self._call, self._call.plan, self.cut
         key = None
@@ -149,32 +149,32 @@ class SharedInput:
         if self.saves != "input":
             fmt, shape = plan.input.side(self.saved_direction).fmt, (cut.rows, cut.shape[-1])
             x = Storage.over(saved, fmt, self.saved_direction, shape, self._dtype)
-        running.columnwise = call.gather("input", x, [COLUMNWISE], key, self._statistics, cut)
+        backward.columnwise = call.gather("input", x, [COLUMNWISE], key, self._statistics, cut)
 
     def columnwise(self, layout: str) -> EncodedMatrix:
         """Return the columnwise operand; the last layer that reads it frees it."""
-        running = self._running()
-        operands = known(running.columnwise, "the gather of the shared input")
-        running.reads += 1
-        if running.reads >= self._readers:
-            running.columnwise = None
+        backward = self._current_backward()
+        operands = known(backward.columnwise, "the gather of the shared input")
+        backward.reads += 1
+        if backward.reads >= self._readers:
+            backward.columnwise = None
         return operands.take(COLUMNWISE, layout)
 
     def add(self, multiply: Callable[..., Tensor]) -> None:
         """Add a layer's dx, `multiply(out=, accumulate=)`; the last one starts the scatter."""
-        dx = self._running().dx
+        dx = self._current_backward().dx
         if dx is None:
-            self._take(multiply())
+            self._set_sum(multiply())
         elif self._call.traced:
-            self._take(dx + multiply())
+            self._set_sum(dx + multiply())
         else:
-            self._take(multiply(out=dx, accumulate=True))
+            self._set_sum(multiply(out=dx, accumulate=True))
 
-    def _take(self, dx: Tensor) -> None:
-        running = self._running()
-        running.dx, running.summands = dx, running.summands + 1
-        if running.summands == self._summands:
-            running.scatter(self.cut)
+    def _set_sum(self, dx: Tensor) -> None:
+        backward = self._current_backward()
+        backward.dx, backward.summands = dx, backward.summands + 1
+        if backward.summands == self._summands:
+            backward.scatter(self.cut)
 
     def exchange(self, layout: str, wgrad: bool, is_behind: bool, tensors: list) -> list[Tensor]:
         """What ranks exchange in the compiled backward of a layer, before its dgrad and behind.
@@ -184,29 +184,29 @@ class SharedInput:
         """
         if is_behind:
             for dx in tensors:
-                self._take(dx)
+                self._set_sum(dx)
             return buffers_of(self.columnwise(layout)) if wgrad else []
         if tensors:
             self.start_columnwise(tensors)
-        dx = self._running().dx
+        dx = self._current_backward().dx
         return [] if dx is None else [dx]
 
-    def _running(self) -> _Backward:
+    def _current_backward(self) -> _Backward:
         """Return the backward that runs."""
         number = torch_compat.backward_number()
-        if (running := self._backwards.get(number)) is None:
-            running = self._backwards[number] = _Backward()
-            torch_compat.hold_in_backward(running)
-        return running
+        if (backward := self._backwards.get(number)) is None:
+            backward = self._backwards[number] = _Backward()
+            torch_compat.hold_in_backward(backward)
+        return backward
 
     def gradient(self) -> Tensor | None:
         """Return the sum over layers and ranks of this rank's rows of dx; None: none took part."""
         with self._call.running(self._device):
-            running = self._running()
-            running.scatter(self.cut)  # where not every layer took part in this backward
-            if running.scattering is None:
+            backward = self._current_backward()
+            backward.scatter(self.cut)  # where not every layer took part in this backward
+            if backward.scattering is None:
                 return None
-            scattering, running.scattering = running.scattering, None
+            scattering, backward.scattering = backward.scattering, None
             dx = scattering().view(self.cut.shape).requires_grad_(torch.is_grad_enabled())
             return torch_compat.once_differentiable(lambda dx: dx, REFUSED, dx)
 
@@ -226,7 +226,7 @@ class _GatherInput(torch.autograd.Function):
 
 
 class Shared(NamedTuple):
-    """A cut input as one layer reads it. x: at the boundary; others: of `SharedInput.encode`."""
+    """A cut input for its layers. x: with the node of its gradient; others: of `encode`."""
 
     input: SharedInput
     x: Tensor
@@ -237,10 +237,10 @@ class Shared(NamedTuple):
 def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     """Return the cut input that layers share; None if x is not cut.
 
-    The first of several layers that are given one tensor leaves it with the tensor, for the others,
-    if what all ranks know is the same: not which products the guard moved.
+    Layers that receive one tensor share it if their keys in `_SHARED` are equal. A key holds only
+    what is the same on all ranks: not which products the guard moved.
 
-    owner:  the tensor that several layers are given: x, or the DTensor over it; None: one layer is.
+    owner:  the tensor that several layers receive: x, or the DTensor over it; None: no other does.
     """
     axis, plan = call.axis, call.plan
     if axis is None or axis.gathered_slot != "input":
@@ -254,8 +254,8 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     # the autograd graph holds a leaf, which would never be freed
     is_held = source.is_leaf and source.requires_grad and not call.traced
     is_alone = owner is None or has_state or values.is_inference() or is_held
-    before, shared = _SHARED.get(source) or (None, None)
-    if is_alone or shared is None or before != key:
+    stored_key, shared = _SHARED.get(source) or (None, None)
+    if is_alone or shared is None or stored_key != key:
         cut_of = SequenceCut.of_whole if isinstance(source, DTensor) else SequenceCut.of_local
         cut = cut_of(tuple(source.shape), axis.cut_dim, axis.group, call.described("input"))
         rank_input = SharedInput(call, cut, x.device)
@@ -267,7 +267,7 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     return shared
 
 
-# x -> (what ranks know of the layer that left it, `Shared`): no attribute of x, which users copy
+# x, or the DTensor over it -> (key, `Shared`); an attribute of x would be copied with it
 _SHARED = WeakIdKeyDictionary()
 # id -> `SharedInput.exchange` of a layer that a compiled step runs, and whose node holds it
 _READERS: weakref.WeakValueDictionary[int, functools.partial] = weakref.WeakValueDictionary()
@@ -275,7 +275,7 @@ _READERS: weakref.WeakValueDictionary[int, functools.partial] = weakref.WeakValu
 
 def reader_of(shared: Shared, layout: str, call: Call) -> functools.partial:
     """Return what `Call.ranks` names by its id: a layer that reads x by a compiled step."""
-    shared.input.is_read(call.save, torch.is_grad_enabled() and shared.x.requires_grad)
+    shared.input.add_reader(call.save, torch.is_grad_enabled() and shared.x.requires_grad)
     reader = functools.partial(shared.input.exchange, layout, call.save)
     return _READERS.setdefault(id(reader), reader)
 
