@@ -19,30 +19,30 @@
 namespace fsdp_quant::step {
 
 ScalingAmaxes share_amaxes(const LinearCall& call, Slot slot, const at::Tensor& x, bool row, bool col, bool round_to_bf16) {
-  const OperandSpec(&r)[kDirections] = call.plan->operand_specs[slot];
-  const bool is_one = share_codes(r), wanted[kDirections] = {row || (col && is_one), col && !is_one};
+  const OperandSpec(&specs)[kDirections] = call.plan->operand_specs[slot];
+  const bool shares = share_codes(specs), wanted[kDirections] = {row || (col && shares), col && !shares};
   ScalingAmaxes result;
   if (!call.ranks.group) return result;
-  int64_t packed[kDirections] = {};
+  int64_t packed[kDirections] = {};  // 0: no amaxes of all ranks
   for (const Direction d : {kRowwise, kColumnwise})
-    if (wanted[d] && call.ranks.spans(slot, d, r[d].spec)) packed[d] = compact_encoding(r[d].packed);
+    if (wanted[d] && call.ranks.spans(slot, d, specs[d].spec)) packed[d] = compact_encoding(specs[d].packed);
   if (packed[kRowwise] == 0 && packed[kColumnwise] == 0) return result;
   std::vector<at::Tensor> amaxes = statistics(x, packed[kRowwise], packed[kColumnwise], 0, round_to_bf16);
   for (at::Tensor& amax : amaxes) amax = amax.view({-1});
-  const at::Tensor all = amaxes.size() == 1 ? amaxes[0] : at::cat(amaxes);
-  std::vector<at::Tensor> bits = {all.view(at::kInt)};  // NaN, the largest, stays
+  const at::Tensor joined = amaxes.size() == 1 ? amaxes[0] : at::cat(amaxes);
+  std::vector<at::Tensor> bits = {joined.view(at::kInt)};  // the bits of NaN are the largest: MAX keeps it
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   call.ranks.group->allreduce(bits, options)->wait();
   count(call.handle, amaxes_of(slot));
-  int64_t at = 0;
-  auto next = amaxes.begin();
+  int64_t offset = 0;
+  auto amax = amaxes.begin();
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (packed[d] == 0) continue;
-    result[d] = all.narrow(0, at, next->numel());
-    at += (next++)->numel();
+    result[d] = joined.narrow(0, offset, amax->numel());
+    offset += (amax++)->numel();
   }
-  if (is_one) result[kColumnwise] = result[kRowwise];
+  if (shares) result[kColumnwise] = result[kRowwise];
   return result;
 }
 
@@ -55,22 +55,23 @@ Encodings encode_rows(const LinearCall& call, Slot slot, const at::Tensor& x, bo
   const bool needs[kDirections] = {row, col};
   for (const Direction d : {kRowwise, kColumnwise}) {
     const Direction sent = sent_direction(call, slot, d);
-    const OperandSpec& r = call.plan->operand_specs[slot][sent];
-    if (!needs[d] || !r.is_quantized() || specs[sent].present()) continue;
-    const bool is_hopper = r.spec.scale_layout == ScaleLayout::kHopper && r.kind != 0;
-    const bool is_known = r.is_anchored() || (is_hopper && (r.spec.outer == 1 || r.spec.whole_tensor()));
-    TORCH_CHECK_NOT_IMPLEMENTED(is_known && !r.spec.two_level() && !r.spec.stochastic,
+    const OperandSpec& operand = call.plan->operand_specs[slot][sent];
+    const EncodingSpec& spec = operand.spec;
+    if (!needs[d] || !operand.is_quantized() || specs[sent].present()) continue;
+    const bool is_hopper = spec.scale_layout == ScaleLayout::kHopper && operand.kind != 0;
+    const bool is_laid_out = operand.is_anchored() || (is_hopper && (spec.outer == 1 || spec.whole_tensor()));  // by `take`
+    TORCH_CHECK_NOT_IMPLEMENTED(is_laid_out && !spec.two_level() && !spec.stochastic,
                                 "ranks exchange codes of blocks of lines, or of tensors, rounded to nearest");
-    specs[sent] = r.spec, specs[sent].transposed = false, specs[sent].scale_layout = ScaleLayout::kCompact;
+    specs[sent] = spec, specs[sent].transposed = false, specs[sent].scale_layout = ScaleLayout::kCompact;
     count(call.handle, slot * kDirections + sent);
   }
-  const Delayed by = delayed_of(call.plan->operand_specs[slot], specs, history_of(call, slot));
-  return encode_directions(specs, x, by, std::nullopt, false, amaxes);
+  const Delayed delayed = delayed_of(call.plan->operand_specs[slot], specs, history_of(call, slot));
+  return encode_directions(specs, x, delayed, std::nullopt, false, amaxes);
 }
 
 namespace {
 
-// Rows [outer, ranks, chunk] of [ranks, outer, chunk], or back.
+// Rows [to, from, chunk] of rows [from, to, chunk]: gathered rows are in the order of ranks, then of `outer`.
 at::Tensor reordered(const at::Tensor& rows, int64_t from, int64_t to) {
   if (from == 1 || to == 1 || rows.size(0) == 1) return rows;
   return rows.view({from, to, -1, rows.size(1)}).transpose(0, 1).reshape({-1, rows.size(1)});
@@ -84,7 +85,7 @@ Gather::Gather(const LinearCall& call, Slot slot, Direction d, const Encoded& lo
   const auto bytes = [](const at::Tensor& t) { return t.view({-1}).view(at::kByte); };
   std::vector<at::Tensor> received, sent;
   for (at::Tensor* t : {&codes_.data, &codes_.scale}) {
-    if (t == &codes_.scale && ranks.spans(slot, d, r_[d].spec)) continue;  // all ranks have it
+    if (t == &codes_.scale && ranks.spans(slot, d, r_[d].spec)) continue;  // scales of shared amaxes are equal
     sent.push_back(bytes(*t));
     *t = new_empty(*t, {t->size(0) * ranks.count(), t->size(1)}, t->scalar_type());
     received.push_back(bytes(*t));
@@ -139,8 +140,8 @@ std::vector<at::Tensor> exchange(const LinearCall& call, bool is_behind, const s
 at::Tensor scattered_product(const LinearCall& call, const LinearOperand& a, const LinearOperand& b, at::ScalarType dtype) {
   const Ranks& ranks = call.ranks;
   const int64_t lines = a.data.size(0), chunk = lines / ranks.count(), rows = chunk / ranks.pieces, cols = b.data.size(0);
-  const bool is_one = a.scale->numel() == 1, by_line = a.scale->numel() == lines;
-  const at::Tensor scales = is_one || by_line ? *a.scale : a.scale->view({-1, round_up(lines, 4)});  // kHopper: [blocks, lines]
+  const bool is_whole = a.scale->numel() == 1, by_line = a.scale->numel() == lines;
+  const at::Tensor scales = is_whole || by_line ? *a.scale : a.scale->view({-1, round_up(lines, 4)});  // [blocks, lines]
   const at::Tensor result = new_empty(a.data, {chunk, cols}, dtype);
   std::vector<Sum> sums;
   for (int64_t start = 0; start < chunk; start += rows) {
@@ -149,7 +150,7 @@ at::Tensor scattered_product(const LinearCall& call, const LinearOperand& a, con
       const int64_t first = rank * chunk + start;
       LinearOperand part = a;
       part.data = a.data.narrow(0, first, rows);
-      if (!is_one) part.scale = scales.narrow(by_line ? 0 : 1, first, rows).contiguous();
+      if (!is_whole) part.scale = scales.narrow(by_line ? 0 : 1, first, rows).contiguous();
       product_into(y.narrow(0, rank * rows, rows), part, b, false);
       record_error(call, kFprop, part, b);
       count(call.handle, kSlots * kDirections + kFprop);

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fsdp_quant as fq
 from dist_tests.multi.harness import DEVICE, run_ranks
@@ -28,7 +29,9 @@ OTHERS = {
 }
 
 
-def built(recipe=MX, rows: int = 64, layers: int = 2, skip=(), mesh=None) -> nn.Module:
+def built(
+    recipe=MX, rows: int = 64, layers: int = 2, skip=(), mesh=None, frozen: bool = False
+) -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(
         *(
@@ -40,6 +43,7 @@ def built(recipe=MX, rows: int = 64, layers: int = 2, skip=(), mesh=None) -> nn.
         fq.convert(net, recipe, skip=skip)
     for layer in net:
         fully_shard(layer, mesh=mesh)
+    net[-1].weight.requires_grad_(not frozen)
     return fully_shard(net, mesh=mesh)
 
 
@@ -88,6 +92,7 @@ MODELS: dict[str, tuple[dict, str]] = {
         "[{rows}, 64] torch.float32 of no recipe on rank",
     ),
     "rows": ({"rows": 96}, "[96, 64] torch.float32 of mxfp8("),
+    "frozen": ({"frozen": True}, "frozen [{rows}, {rows}] torch.float32 of mxfp8("),
     "a layer more": ({"layers": 3}, "2.weight, [{rows}, {rows}] torch.float32 of mxfp8("),
     "another build": ({}, "of another day on rank"),
     "by step": ({"recipe": OTHERS["by step"]}, " of schedule("),  # which runs the same now
@@ -104,11 +109,21 @@ def first_forwards_compare(rank: int, world: int, rows: int, axes: tuple[int, ..
                 said = what_each_says(lambda net=net: net(torch.ones(2, 64)))
             assert (said[0] is None) == (not fact) and said == [said[0]] * world, (what, said)
             if fact:
-                assert f"rank {odd}" in said[0] and fact.format(rows=rows) in said[0], (
-                    what,
-                    odd,
-                    said,
-                )
+                where = f"rank {odd}" in said[0] and fact.format(rows=rows) in said[0]
+                assert where, (what, odd, said)
+
+
+def styles_compare(rank: int, world: int) -> None:
+    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ranks",))
+    for style in (fq.parallel.RowwiseParallel(), fq.parallel.ExpertParallel()):
+        for odd in (0, world - 1):
+            is_dense = isinstance(style, fq.parallel.RowwiseParallel)
+            layer = nn.Linear(64, 64, bias=False) if is_dense else nn.Module()
+            values = torch.zeros(64, 64) if is_dense else torch.zeros(2, 64, 64)
+            layer.weight = nn.Parameter(values, requires_grad=rank != odd)
+            said = what_each_says(lambda: parallelize_module(layer, mesh, style))  # noqa: B023
+            assert said == [said[0]] * world, (style, odd, said)
+            assert said[0] is not None and "frozen [" in said[0], (style, odd, said)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -124,3 +139,9 @@ def test_models_that_differ_are_refused_before_any_gather(rows: int, axes: tuple
     """If false, a rank with another model waits for gathers that no other rank makes, or trains on
     wrong weights; of copies, ranks that agree among themselves wait for those that do not."""
     run_ranks(torch.Size(axes).numel(), first_forwards_compare, rows, axes)
+
+
+def test_styles_refuse_a_weight_that_one_rank_froze():
+    """If false, the ranks that train a cut layer wait for codes of which its backward sends none
+    where the weight is frozen."""
+    run_ranks(2, styles_compare)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import pickle
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -1128,6 +1130,10 @@ def _inputs_of_users(rank: int, world: int) -> None:
         multiplied(layer, x, ranks)
         return sum(fq.receipt().sequence.values()) - before
 
+    def live_tensors() -> int:
+        gc.collect()
+        return sum(type(o) is torch.Tensor for o in gc.get_objects())
+
     for served in (one, lambda *_: None):
         among_ranks._ranks_of_step = served
         gate, up, strict = layer_of(), layer_of(), layer_of(require_native=True)
@@ -1166,6 +1172,18 @@ def _inputs_of_users(rank: int, world: int) -> None:
             (loss + sum(y.float().square().sum() for y in outputs)).backward(retain_graph=True)
             grads.append(x.grad)
         laws.assert_same_bytes(*grads, "around a backward that a hook runs")
+        h = input_of().requires_grad_() * 1
+        sums = [multiplied(layer, h).sum() for layer in (gate, up)]
+        for read in ((0, 1), (0,), (1,)):  # by backwards that do not reach h
+            before = live_tensors()
+            weights = [(gate, up)[i].weight for i in read]
+            for _ in range(4):
+                torch.autograd.grad([sums[i] for i in read], weights, retain_graph=True)
+            end = time.monotonic() + 10  # in which threads of gloo free what they sent
+            while (left := live_tensors() - before) > 0 and time.monotonic() < end:
+                time.sleep(0.01)
+            assert left <= 0, f"{read=}: backwards leave {left} tensors behind"
+        del h, sums
         x = input_of().requires_grad_()
         y = (multiplied(gate, h := x * 1) + multiplied(up, h)).float().square().sum()
         (dx,) = torch.autograd.grad(y, x, create_graph=True)
@@ -1182,7 +1200,8 @@ def _inputs_of_steps(rank: int, world: int) -> None:
 @on_cpu
 def test_shared_inputs_remain_tensors_of_the_user():
     """Otherwise an input that layers share is never freed, cannot be copied, or loses its gradient,
-    and a gradient penalty misses terms without an error."""
+    a gradient penalty misses terms without an error, and each backward over a retained graph stores
+    another sum."""
     run_ranks(2, _inputs_of_steps)
 
 

@@ -57,18 +57,17 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Te
             "module out of fq.convert"
         )
     mesh, column = weight.device_mesh, weight.placements[0].is_shard(0)
-    wanted = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
-    local, sequence_dim, reduces = _local_input(x, mesh, column, wanted)
-    placement: Layout = Replicate()
+    layout = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
+    local, sequence_dim, reduces = _local_input(x, mesh, column, layout)
     if column:
         axis = TensorParallel(state.tensor_group, True, sequence_dim, reduces)
-        placement = Shard(x.dim() - 1)
+        placement: Layout = Shard(x.dim() - 1)
+    elif layouts is not None and (cut := _sequence_dim(layouts.output, x.dim())) is not None:
+        axis, placement = TensorParallel(state.tensor_group, False, cut), layouts.output
     else:
-        cut = None if layouts is None else _sequence_dim(layouts.output, x.dim())
-        placement = placement if layouts is None or cut is None else layouts.output
-        axis = TensorParallel(state.tensor_group, False, cut)
-    own_bias = None if bias is None else bias.to_local()
-    y = multiply_shared(layer, x, local, weight.to_local(), own_bias, axis)
+        axis, placement = TensorParallel(state.tensor_group, False), Replicate()
+    local_bias = None if bias is None else bias.to_local()
+    y = multiply_shared(layer, x, local, weight.to_local(), local_bias, axis)
     if layouts is not None and layouts.use_local_output:
         if _same(layouts.output, placement, x.dim()):
             return y
@@ -78,7 +77,7 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Te
 def _local_input(
     x: Tensor, mesh: DeviceMesh, column: bool, layout: Layout
 ) -> tuple[Tensor, int | None, bool]:
-    """(this rank's part of x, the dim that it is cut along, whether to sum its gradient here)."""
+    """(this rank's part of x, the dim that cuts its sequence, whether the layer sums its dx)."""
     if isinstance(x, DTensor):
         layout = x.placements[0]
     dims = x.dim()
@@ -140,7 +139,7 @@ def multiply_shared(
         )
     if torch.compiler.is_compiling() and not layer.delay_wgrad_compute:
         owner = x if owner is None or axis.gathered_slot != "input" else owner
-        _check(layer, owner, weight, plan, axis)
+        _check_cut(layer, owner, weight, plan, axis)
         group, spans_weight = axis.group.group_name, override is None
         ranks = group, axis.column, axis.sequence_dim, axis.reduces, spans_weight, dtype
         return layer.in_graph(owner, weight, bias, plan, ranks)
@@ -163,49 +162,40 @@ def _multiply(
     )
     if axis.group.size() > 1 and plan.is_keyed:
         step = STEP.on(x.device)
-        if STEP.token_offset < 0:  # else it says where this rank's rows are
-            step = step.clone()  # ranks with the same rows round alike
-            # a launch that graphs capture
+        if STEP.token_offset < 0:  # the data-parallel rank keys rows
+            step = step.clone()  # of ranks with the same rows it is one
+            # a kernel writes it, so that CUDA graphs capture it
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
         ids = axis.slot_ids(runtime.name, weight.shape, x.device)
         call = call._replace(step=step, ids=ids)
-    # amaxes are recorded for one layer
-    shares = axis.gathered_slot == "input" and not plan.input.delayed_directions
-    handed = Handed(owner=owner if shares else None)
-    ranks = _ranks_of_step(call, x, weight, bias, handed.owner is None, owner)
+    handed = Handed(owner=owner)
+    ranks = _ranks_of_step(call, x, weight, bias, handed)
     if ranks is not None:
         return fused.linear(x, weight, bias, call._replace(ranks=ranks), handed)
-    return fused.unwritten(linear(x, weight, bias, call, owner), weight, x.requires_grad)
+    return fused.with_write_check(linear(x, weight, bias, call, owner), weight, x.requires_grad)
 
 
 def _ranks_of_step(
-    call: Call,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    is_alone: bool,
-    owner: Tensor | None,
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, handed: Handed
 ) -> StepRanks | None:
-    """Return `Call.ranks` where one compiled call per pass gives the bytes of the program.
-
-    is_alone:  the call shares x with no other layer. owner: x, the DTensor over it, or None.
-    """
+    """Return `Call.ranks` where one compiled call per pass gives the bytes of the program."""
     axis = known(call.axis, "the ranks")
-    column, is_cut, ranks = axis.column, axis.sequence_dim is not None, axis.group.size()
+    column, is_cut = axis.column, axis.sequence_dim is not None
     served = call.plan.once(_serves_ranks, column, is_cut, x.dtype, x.device)
-    if served is None or ranks == 1 or not (column or bias is None):
+    if served is None or axis.group.size() == 1 or not (column or bias is None):
         return None
     if x.is_cuda and not torch_compat.is_nccl(axis.group, x.device):
         return None
     dim, count = -1, 1
     if is_cut:
         multiple, in_pieces = served
-        cut = _cut_of(axis, x if owner is None else owner, weight, call.described)
+        owner = x if handed.owner is None else handed.owner
+        cut = _cut_of(axis, owner, weight, call.described)
         dim, count = cut.dim, 1 if column or cut.outer > 1 else pieces(cut.chunk, weight.shape)
         if cut.chunk % multiple or (count > 1 and not in_pieces):
             return None
         resolved = call.plan.resolved(x.dtype, x.device)
-        if column and not is_alone and not fused.can_add(call.plan, resolved, 1):
+        if handed.shares_input(call) and not fused.can_add(call.plan, resolved, 1):
             return None  # dx is added to that of other layers
     return axis.group.group_name, column, dim, axis.reduces, call.weight_group is not None, count, 0
 
@@ -238,13 +228,11 @@ def _serves_ranks(
     return rows, lays_out("input", ROWWISE, [ANCHORED])
 
 
-def _check(
+def _check_cut(
     layer: BaseLinear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel
 ) -> None:
-    """In a trace, raise what the eager layer raises of a cut before its first collective.
-
-    owner:  x, or the DTensor over it.
-    """
+    """In a trace, raise what the eager layer raises of a cut before its first collective. owner: x,
+    or the DTensor over it."""
     slot, column = axis.gathered_slot, axis.column
     if slot is None:
         return

@@ -85,8 +85,7 @@ class Call(NamedTuple):
     @contextlib.contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
         """Run the program: outside autocast, as operators of a graph if one is built."""
-        graph = opaque.tracing(self.traced)
-        with graph, torch_compat.without_autocast(device):
+        with opaque.tracing(self.traced), torch_compat.without_autocast(device):
             yield
 
     def tensors(self) -> list[Tensor]:

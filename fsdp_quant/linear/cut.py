@@ -151,10 +151,8 @@ class SequenceCut:
         return self.ranks == 1 or codes_travel(encoding, self.chunk, self.outer == 1)
 
     def all_travel(self, hybrid: HybridQuantizer, directions: Collection[Direction]) -> bool:
-        return all(
-            self.travels(hybrid.encodings[d])
-            for d in gathered_directions(hybrid, frozenset(directions))
-        )
+        sent = gathered_directions(hybrid, frozenset(directions))
+        return all(self.travels(hybrid.encodings[d]) for d in sent)
 
 
 def text_of(name: Name) -> str:

@@ -79,11 +79,11 @@ def _late_codes(weight: Tensor, plan: GemmPlan, resolved: Resolved) -> LateCodes
     if type(weight) is not QuantizedTensor or not weight.is_frozen:
         return None
     pair = weight._pair
-    kept = pair.rowwise if pair.columnwise is None else pair.columnwise
-    if kept is None or kept.layout != COMPACT or layout == COMPACT or not is_coded:
+    frozen = pair.rowwise if pair.columnwise is None else pair.columnwise
+    if frozen is None or frozen.layout != COMPACT or layout == COMPACT or not is_coded:
         return None
     late = _LATE.setdefault(pair, {}).get(layout)
-    if late is None or late.source.data is not kept.data:
+    if late is None or late.source.data is not frozen.data:
         source = to_storage(gathered_storage(weight, COLUMNWISE, plan, COMPACT))
         late = _LATE[pair][layout] = LateCodes(source, layout)
     return late if late.can_fill else None
@@ -115,16 +115,16 @@ def _weight_operand(
     is_shared, formats = call.weight_group is not None, [plan.weight.side(d).fmt for d in Direction]
     is_cast = values.dtype is not dtype and not all(fmt.is_quantized for fmt in formats)
     is_held = state is not None and state.held is not None
-    is_made_here = is_held or code_check.checking or is_cast or plan.weight.turns
-    if is_shared and (is_made_here or any(fmt.tensor_scale for fmt in formats)):
-        return None  # else ranks would share its amax before that of x, and the program does behind
-    if is_made_here:
+    is_outside_step = is_held or code_check.checking or is_cast or plan.weight.turns
+    if is_shared and (is_outside_step or any(fmt.tensor_scale for fmt in formats)):
+        return None  # ranks would share its amax before that of x, and the program shares it after
+    if is_outside_step:
         codes = call.weight_operands(weight, directions, dtype, {})
         columnwise = buffers_of(codes[COLUMNWISE]) if dgrad else []
         return WeightOperand(None, False, buffers_of(codes[ROWWISE]), columnwise)
-    seen_dtype = plan.compute_dtype or values.dtype
-    round_to_bf16 = values.dtype is torch.float32 and seen_dtype is torch.bfloat16
-    quantized_values = values if round_to_bf16 else values.to(seen_dtype)
+    compute_dtype = plan.compute_dtype or values.dtype
+    round_to_bf16 = values.dtype is torch.float32 and compute_dtype is torch.bfloat16
+    quantized_values = values if round_to_bf16 else values.to(compute_dtype)
     coded = [d for d in directions if plan.operand("weight", d).is_quantized]
     for d in coded:
         if d in plan.weight.encodings:
@@ -145,12 +145,12 @@ def _columnwise_buffers(
     then."""
     if late is not None:
         return buffers_of(late.operand)
-    slots = weight._pair
-    kept = slots.operands.get((COLUMNWISE, layout)) or slots.columnwise
-    if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
-        return buffers_of(kept)
-    is_shared = kept is None and layout == COMPACT and plan.weight.shares_storage
-    if not is_shared and (kept is None or kept.is_freed):
+    pair = weight._pair
+    stored = pair.operands.get((COLUMNWISE, layout)) or pair.columnwise
+    if stored is not None and (stored.layout == layout or not stored.fmt.is_quantized):
+        return buffers_of(stored)
+    is_shared = stored is None and layout == COMPACT and plan.weight.shares_storage
+    if not is_shared and (stored is None or stored.is_freed):
         return None
     return buffers_of(gathered_storage(weight, COLUMNWISE, plan, layout))
 
@@ -191,25 +191,25 @@ def _compiled(
     adds_to: AddsTo | None,
 ) -> Tensor:
     """Return y with its autograd node, in one call."""
-    key, codes, plan = None, None, known(resolved.call, "the compiled step")
-    reader, layouts = None, resolved.layouts["input"]
-    if handed.owner is not None:
+    key = codes = reader = None
+    step, layouts = known(resolved.call, "the compiled step"), resolved.layouts["input"]
+    if handed.shares_input(call):
         shared = known(shared_input(x, handed.owner, call), "the shared input")
         codes = [*buffers_of(shared.operands.take(ROWWISE, layouts[ROWWISE])), *shared.saved]
         x, reader = shared.x, reader_of(shared, layouts[COLUMNWISE], call)
         call = call._replace(ranks=(*call.ranks[:-1], id(reader)))
     elif resolved.shared is not None:  # codes of one history serve its layers alone
-        of_input = call.factors[0]
-        key = (resolved.shared, call.save, bool(call.histories[0]), *map(id, of_input))
+        factors = call.factors[0]
+        key = (resolved.shared, call.save, bool(call.histories[0]), *map(id, factors))
         codes = handed.codes.get(key)
     # x is freed before codes of the weight are allocated
     if codes is None and handed.source is not None:
-        codes = native.linear_gated(handed.source, plan, call)
+        codes = native.linear_gated(handed.source, step, call)
     adds = (None, 0) if adds_to is None else adds_to[:2]
     state = codes or [], adds, handed.amaxes, handed.grad_amaxes
-    y, *kept = native.linear_step(x, weight, bias, operand, plan, call, *state)
+    y, *input_codes = native.linear_step(x, weight, bias, operand, step, call, *state)
     if key is not None and codes is None:
-        handed.codes[key] = kept
+        handed.codes[key] = input_codes
     if reader is not None and y.grad_fn is not None:
         y.grad_fn.metadata["shared input"] = reader  # pyright: ignore[reportIndexIssue]
     return y
@@ -225,10 +225,12 @@ def linear(
     handed, dgrad = handed or Handed(), torch.is_grad_enabled() and x.requires_grad
     plan, operand, late = call.plan, None, None
     resolved = plan.resolved(x.dtype, x.device)
-    adds_to, in_any_order = _adds_to(call, resolved), not plan.batch_invariant
-    is_one_call = in_any_order and (call.wgrad is None or adds_to is not None)
-    is_one_call = is_one_call and not torch_compat.dispatch_is_watched()
-    if is_one_call and _is_one_call(resolved, x, weight.shape[0], bias):
+    adds_to, in_any_order = None, not plan.batch_invariant
+    if isinstance(call.wgrad, WeightGradient) and can_add(plan, resolved, 2):
+        adds_to = call.wgrad.in_step()  # where the compiled call adds dw itself
+    takes_wgrad = call.wgrad is None or adds_to is not None
+    can_step = in_any_order and takes_wgrad and not torch_compat.dispatch_is_watched()
+    if can_step and _is_one_call(resolved, x, weight.shape[0], bias):
         late = _late_codes(weight, plan, resolved) if dgrad else None
         operand = _weight_operand(weight, call, resolved, x.dtype, dgrad, late)
     if operand is not None:
@@ -247,22 +249,14 @@ def linear(
         y = _torchs_linear(x, weight, bias, plan, resolved)
     else:
         y = program.linear(x, weight, bias, call, handed.owner)
-    return unwritten(y, weight, dgrad)
+    return with_write_check(y, weight, dgrad)
 
 
-def unwritten(y: Tensor, weight: Tensor, dgrad: bool) -> Tensor:
+def with_write_check(y: Tensor, weight: Tensor, dgrad: bool) -> Tensor:
     """Return y, whose backward refuses codes of a quantized parameter that was written since."""
     if isinstance(weight, QuantizedWeight) and dgrad and y.grad_fn is not None:
         y.grad_fn.register_prehook(functools.partial(_refuse_written, weight, weight.version))
     return y
-
-
-def _adds_to(call: Call, resolved: Resolved) -> AddsTo | None:
-    """Where a compiled step adds dw itself; None: autograd is given it, or wgrad is no product of
-    codes."""
-    if not isinstance(call.wgrad, WeightGradient):
-        return None
-    return call.wgrad.in_step() if can_add(call.plan, resolved, 2) else None
 
 
 def can_add(plan: GemmPlan, resolved: Resolved, product: int) -> bool:

@@ -518,7 +518,8 @@ def _called() -> Iterator[tuple[str, object, int]]:
     of_plans = map(iter, native.linear_counts() if _CALLS else ())
     for (plan, domains, turned), counts in zip(_CALLS.values(), of_plans):
         for (slot, d), n in zip(operands, counts):
-            d = tuple(Direction)[(d is COLUMNWISE) != turned]
+            if turned:  # each direction is encoded as the other one
+                d = ROWWISE if d is COLUMNWISE else COLUMNWISE
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
         for product, domain, n in zip(PRODUCTS, domains, counts):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n

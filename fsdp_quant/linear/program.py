@@ -110,7 +110,7 @@ def forward(
     if shared is None:
         operands, saved, statistics = quantized_input(call, x, resolved)
     else:
-        shared.input.is_read(call.save, dgrad)
+        shared.input.add_reader(call.save, dgrad)
         operands, saved = shared.operands, shared.saved
     # a gathered weight is filled again for the backward, and a graph quantizes again
     keeps_weight = dgrad and not call.traced and not isinstance(weight, QuantizedTensor)

@@ -55,6 +55,11 @@ class Handed:
     grad_amaxes: Tensor | None = None
     owner: Tensor | None = None
 
+    def shares_input(self, call: Call) -> bool:
+        """Layers share what ranks gather of x. Amaxes of delayed scaling are of one layer."""
+        is_gathered = call.axis is not None and call.axis.gathered_slot == "input"
+        return self.owner is not None and is_gathered and not call.plan.input.delayed_directions
+
 
 class HandedByInput:
     """`Handed` of a tensor that several layers of one module read, during its forward."""
@@ -73,8 +78,24 @@ class HandedByInput:
 # Of column layers whose input is cut along the sequence #
 
 
+@dataclass(eq=False)
+class _Backward:
+    """Tensors of one backward: columnwise codes of all ranks, which `reads` layers have read; the
+    sum of the dx of `summands` layers; once that sum is scattered, the function that waits."""
+
+    columnwise: Gather | None = None
+    reads: int = 0
+    dx: Tensor | None = None
+    summands: int = 0
+    scattering: Callable[[], Tensor] | None = None
+
+    def scatter(self, cut: SequenceCut) -> None:
+        if self.dx is not None:
+            self.scattering, self.dx = start_scatter(self.dx, cut), None
+
+
 class SharedInput:
-    """The backward of a cut input: what crosses ranks once for all layers that read it.
+    """A cut input, which is gathered once for all layers that read it, as its dx is scattered once.
 
     saves:  what the backward gathers its columnwise codes from: "columnwise" or "rowwise" codes of
             this rank's rows, or its rows in high precision ("input").
@@ -87,40 +108,38 @@ class SharedInput:
         self.saved_direction = COLUMNWISE if plan.saves == "columnwise" else ROWWISE
         travels = plan.saves == "input" or cut.travels(hybrid.encodings[self.saved_direction])
         self.saves = plan.saves if travels else "input"
-        self._readers = self._reads = self._summands = self._summed = 0
-        self._columnwise: Gather | None = None
-        # that the following belong to; the same of others, as a hook runs one within another
-        self._backward, self._others = -1, dict[int, tuple]()
-        self._dx: Tensor | None = None
-        self._scattering: Callable[[], Tensor] | None = None
+        self._readers = self._summands = 0
+        # number of a backward -> its tensors: a hook may run a backward within another
+        self._backwards = weakref.WeakValueDictionary[int, _Backward]()
 
     def encode(self, x: Tensor) -> tuple[Gather, list[Tensor]]:
         """Return the rowwise operands of the whole x, and what the backward saves.
 
         x:  this rank's rows [outer * chunk, K].
         """
-        call, cut, direction, self._dtype = self._call, self.cut, self.saved_direction, x.dtype
+        call, cut, self._dtype = self._call, self.cut, x.dtype
         key = call.key("input", x.shape[0], cut)
         passes = [[ROWWISE], [COLUMNWISE]] if call.save else [[ROWWISE]]
         self._statistics = call.statistics("input", x, passes, cut)
         saves_columnwise = call.save and self.saves == "columnwise"
-        kept = [COLUMNWISE] * saves_columnwise
+        kept = [COLUMNWISE] if saves_columnwise else []
         gather = call.gather("input", x, [ROWWISE], key, self._statistics, cut, "forward", kept)
         if not call.save:
             return gather, []
-        saved = [x] if self.saves == "input" else buffers_of(gather.local[direction])
+        saved = [x] if self.saves == "input" else buffers_of(gather.local[self.saved_direction])
         if key is not None and keeps_key(call.plan.input, saves_columnwise):
             saved.append(key)
         return gather, saved
 
-    def is_read(self, wgrad: bool, dgrad: bool) -> None:
+    def add_reader(self, wgrad: bool, dgrad: bool) -> None:
         """Count a layer that multiplied x, and whose backward will compute these."""
         self._readers += wgrad
         self._summands += dgrad
 
     def start_columnwise(self, saved: list[Tensor]) -> None:
         """Start to gather the columnwise codes, unless another layer has. saved: of `encode`."""
-        if self._columnwise is not None:
+        backward = self._current_backward()
+        if backward.columnwise is not None:
             return
         call, plan, cut = self._call, self._call.plan, self.cut
         key = None
@@ -130,30 +149,32 @@ class SharedInput:
         if self.saves != "input":
             fmt, shape = plan.input.side(self.saved_direction).fmt, (cut.rows, cut.shape[-1])
             x = Storage.over(saved, fmt, self.saved_direction, shape, self._dtype)
-        self._columnwise = call.gather("input", x, [COLUMNWISE], key, self._statistics, cut)
+        backward.columnwise = call.gather("input", x, [COLUMNWISE], key, self._statistics, cut)
 
     def columnwise(self, layout: str) -> EncodedMatrix:
         """Return the columnwise operand; the last layer that reads it frees it."""
-        operands = known(self._columnwise, "the gather of the shared input")
-        self._reads += 1
-        if self._reads >= self._readers:
-            self._columnwise, self._reads = None, 0
+        backward = self._current_backward()
+        operands = known(backward.columnwise, "the gather of the shared input")
+        backward.reads += 1
+        if backward.reads >= self._readers:
+            backward.columnwise = None
         return operands.take(COLUMNWISE, layout)
 
     def add(self, multiply: Callable[..., Tensor]) -> None:
         """Add a layer's dx, `multiply(out=, accumulate=)`; the last one starts the scatter."""
-        self._enter()
-        if self._dx is None:
-            self._take(multiply())
+        dx = self._current_backward().dx
+        if dx is None:
+            self._set_sum(multiply())
         elif self._call.traced:
-            self._take(self._dx + multiply())
+            self._set_sum(dx + multiply())
         else:
-            self._take(multiply(out=self._dx, accumulate=True))
+            self._set_sum(multiply(out=dx, accumulate=True))
 
-    def _take(self, dx: Tensor) -> None:
-        self._dx, self._summed = dx, self._summed + 1
-        if self._summed == self._summands:
-            self._scatter(dx)
+    def _set_sum(self, dx: Tensor) -> None:
+        backward = self._current_backward()
+        backward.dx, backward.summands = dx, backward.summands + 1
+        if backward.summands == self._summands:
+            backward.scatter(self.cut)
 
     def exchange(self, layout: str, wgrad: bool, is_behind: bool, tensors: list) -> list[Tensor]:
         """What ranks exchange in the compiled backward of a layer, before its dgrad and behind.
@@ -163,32 +184,29 @@ class SharedInput:
         """
         if is_behind:
             for dx in tensors:
-                self._take(dx)
+                self._set_sum(dx)
             return buffers_of(self.columnwise(layout)) if wgrad else []
-        self._enter()
         if tensors:
             self.start_columnwise(tensors)
-        return [] if self._dx is None else [self._dx]
+        dx = self._current_backward().dx
+        return [] if dx is None else [dx]
 
-    def _enter(self) -> None:
-        """Continue with the sum of the backward that runs."""
-        if self._backward != (number := torch_compat.backward_number()):
-            self._others[self._backward] = self._dx, self._summed, self._scattering
-            self._dx, self._summed, self._scattering = self._others.pop(number, (None, 0, None))
-            self._backward = number
-
-    def _scatter(self, dx: Tensor) -> None:
-        self._scattering, self._dx, self._summed = start_scatter(dx, self.cut), None, 0
+    def _current_backward(self) -> _Backward:
+        """Return the backward that runs."""
+        number = torch_compat.backward_number()
+        if (backward := self._backwards.get(number)) is None:
+            backward = self._backwards[number] = _Backward()
+            torch_compat.hold_in_backward(backward)
+        return backward
 
     def gradient(self) -> Tensor | None:
         """Return the sum over layers and ranks of this rank's rows of dx; None: none took part."""
         with self._call.running(self._device):
-            self._enter()
-            if self._dx is not None:  # not every layer took part in this backward
-                self._scatter(self._dx)
-            if self._scattering is None:
+            backward = self._current_backward()
+            backward.scatter(self.cut)  # where not every layer took part in this backward
+            if backward.scattering is None:
                 return None
-            scattering, self._scattering = self._scattering, None
+            scattering, backward.scattering = backward.scattering, None
             dx = scattering().view(self.cut.shape).requires_grad_(torch.is_grad_enabled())
             return torch_compat.once_differentiable(lambda dx: dx, REFUSED, dx)
 
@@ -208,7 +226,7 @@ class _GatherInput(torch.autograd.Function):
 
 
 class Shared(NamedTuple):
-    """A cut input as one layer reads it. x: at the boundary; others: of `SharedInput.encode`."""
+    """A cut input for its layers. x: with the node of its gradient; others: of `encode`."""
 
     input: SharedInput
     x: Tensor
@@ -219,10 +237,10 @@ class Shared(NamedTuple):
 def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     """Return the cut input that layers share; None if x is not cut.
 
-    The first of several layers that are given one tensor leaves it with the tensor, for the others,
-    if what all ranks know is the same: not which products the guard moved.
+    Layers that receive one tensor share it if their keys in `_SHARED` are equal. A key holds only
+    what is the same on all ranks: not which products the guard moved.
 
-    owner:  the tensor that several layers are given: x, or the DTensor over it; None: one layer is.
+    owner:  the tensor that several layers receive: x, or the DTensor over it; None: no other does.
     """
     axis, plan = call.axis, call.plan
     if axis is None or axis.gathered_slot != "input":
@@ -236,8 +254,8 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     # the autograd graph holds a leaf, which would never be freed
     is_held = source.is_leaf and source.requires_grad and not call.traced
     is_alone = owner is None or has_state or values.is_inference() or is_held
-    before, shared = _SHARED.get(source) or (None, None)
-    if is_alone or shared is None or before != key:
+    stored_key, shared = _SHARED.get(source) or (None, None)
+    if is_alone or shared is None or stored_key != key:
         cut_of = SequenceCut.of_whole if isinstance(source, DTensor) else SequenceCut.of_local
         cut = cut_of(tuple(source.shape), axis.cut_dim, axis.group, call.described("input"))
         rank_input = SharedInput(call, cut, x.device)
@@ -249,7 +267,7 @@ def shared_input(x: Tensor, owner: Tensor | None, call: Call) -> Shared | None:
     return shared
 
 
-# x -> (what ranks know of the layer that left it, `Shared`): no attribute of x, which users copy
+# x, or the DTensor over it -> (key, `Shared`); an attribute of x would be copied with it
 _SHARED = WeakIdKeyDictionary()
 # id -> `SharedInput.exchange` of a layer that a compiled step runs, and whose node holds it
 _READERS: weakref.WeakValueDictionary[int, functools.partial] = weakref.WeakValueDictionary()
@@ -257,7 +275,7 @@ _READERS: weakref.WeakValueDictionary[int, functools.partial] = weakref.WeakValu
 
 def reader_of(shared: Shared, layout: str, call: Call) -> functools.partial:
     """Return what `Call.ranks` names by its id: a layer that reads x by a compiled step."""
-    shared.input.is_read(call.save, torch.is_grad_enabled() and shared.x.requires_grad)
+    shared.input.add_reader(call.save, torch.is_grad_enabled() and shared.x.requires_grad)
     reader = functools.partial(shared.input.exchange, layout, call.save)
     return _READERS.setdefault(id(reader), reader)
 

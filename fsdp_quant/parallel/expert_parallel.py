@@ -23,7 +23,7 @@ from ..linear.routes import combine
 from ..models.steps import name_of
 from ..quantizer import as_rows
 from ..tensor import torch_compat
-from ..tensor.agreement import agree, recipe_text
+from ..tensor.agreement import agree, recipe_text, weight_text
 from ..tensor.weight_state import values_of
 from .experts import REMEDY, TRANSPORTS, Travel, exchanged, travel_of
 from .sequence import planned_bytes
@@ -222,7 +222,7 @@ class ExpertParallel(ParallelStyle):
                 module.get_submodule(submodule)
         except (ValueError, AttributeError) as caught:
             error = caught
-        facts = {f"{name}.{key}": f"{list(p.shape)} {p.dtype}" for key, p in parameters.items()}
+        facts = {f"{name}.{key}": weight_text(p) for key, p in parameters.items()}
         facts |= {
             f"{name}.{key}, its recipe": recipe_text(m.layers[0])
             for key, m in module.named_modules()

@@ -28,7 +28,7 @@ from ..models.steps import name_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
-from ..tensor.agreement import agree, recipe_text
+from ..tensor.agreement import agree, recipe_text, weight_text
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
 
@@ -79,8 +79,7 @@ class _Style:
                 self._check(name, module, device_mesh)
             except ValueError as caught:
                 error = caught
-            shape, dtype = list(module.weight.shape), module.weight.dtype
-            fact = f"{shape} {dtype} of {recipe_text(module)}, {style}"
+            fact = f"{weight_text(module.weight)} of {recipe_text(module)}, {style}"
             agree({f"{name}.weight": fact}, device_mesh.get_all_groups(), error)
             # an nn.Linear has it as fq.convert makes it an fq.Linear
             vars(module)["parallel"] = Layouts(

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
@@ -158,7 +158,7 @@ def build() -> str:
 
 def check_same_model(params: Iterable[ManagedParam]) -> None:
     """Raise ValueError on every rank if ranks that gather these parameters have different shapes,
-    recipes or schedules. One small collective per axis of each mesh.
+    recipes or schedules, or freeze others. One small collective per axis of each mesh.
 
     params:  all of a root, in module order.
 
@@ -171,15 +171,19 @@ def check_same_model(params: Iterable[ManagedParam]) -> None:
         for m in params:
             readers = [module for module, _ in m.owners if hasattr(module, "_matrix_layers")]
             recipes = dict.fromkeys(map(recipe_text, readers)) or [_NO_RECIPE]
-            is_of_mesh = m.registered.device_mesh == mesh
-            shape = f"{list(m.registered.shape)} {m.registered.dtype} " if is_of_mesh else ""
+            text = f"{weight_text(m.registered)} " if m.registered.device_mesh == mesh else ""
             # before the root's first forward names are short
             name = m.fqn if m.fqn not in facts else f"{m.fqn} {len(facts)}"
-            facts[name] = f"{shape}of {', '.join(recipes)}"
+            facts[name] = f"{text}of {', '.join(recipes)}"
         agree(facts, mesh.get_all_groups())
 
 
 _NO_RECIPE = "no recipe"
+
+
+def weight_text(weight: Tensor) -> str:
+    """The text by which ranks compare a weight, for which a backward sends less if it is frozen."""
+    return f"{'' if weight.requires_grad else 'frozen '}{list(weight.shape)} {weight.dtype}"
 
 
 def recipe_text(module: nn.Module) -> str:

@@ -470,12 +470,6 @@ def _slice(func, tensor, dim=0, start=None, end=None, step=1):
     return tensor._narrow(dim, first, max(stop - first, 0))
 
 
-@_TABLE.implements(aten.narrow.default)
-def _narrow(func, tensor, dim, start, length):
-    """inference_mode does not decompose this into a slice."""
-    return _slice(func, tensor, dim, start, start + length)
-
-
 @_TABLE.implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func, tensor, sizes, dim=0):
     if isinstance(sizes, int):

@@ -63,6 +63,11 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
+def hold_in_backward(value: object) -> None:
+    """Keep `value` alive until the running backward ends or fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: value)  # pyright: ignore
+
+
 def backward_is_running() -> bool:
     """Inside the autograd engine: a forward here is an activation being recomputed."""
     return backward_number() != -1
