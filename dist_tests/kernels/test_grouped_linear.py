@@ -653,7 +653,7 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
     in_one = program.unsupported_reason(plan.of_groups, BF16, x.device, shape) is None
     spec = grouped_ops._Spec(*shape, in_one, False, False, True, True)
     step, ids = STEP.on(x.device), [layer.runtime.ids_on(x.device) for layer in module.layers]
-    arguments = x, None, ends, [module.weight.detach()], [], plan.key, spec, step, ids, []
+    arguments = x, None, ends, [module.weight.detach()], [], None, plan.key, spec, step, ids, []
     real, fake = grouped_ops._experts(*arguments), grouped_ops._fake_forward(*arguments)
     described = [[(t.shape, t.dtype, t.stride()) for t in made] for made in (real, fake)]
     assert described[0] == described[1]

@@ -806,8 +806,10 @@ def size_of_saved(forward: torch.fx.Graph) -> int:
     return sum(t.nbytes for t in kept if isinstance(t, Tensor) and t not in given)
 
 
-@pytest.mark.parametrize("on_hopper", [False, True])
-def test_a_memory_budget_gives_up_codes_before_products(on_hopper: bool):
+@pytest.mark.parametrize(
+    ("name", "on_hopper"), [("fp8_current", False), ("fp8_current", True), ("mxfp8", True)]
+)
+def test_a_memory_budget_gives_up_codes_before_products(name: str, on_hopper: bool):
     """If false, torch's activation_memory_budget takes our products for free: it makes them again
     where codes would do."""
     sizes = []
@@ -816,7 +818,7 @@ def test_a_memory_budget_gives_up_codes_before_products(on_hopper: bool):
             activation_memory_budget=budget, is_non_builtin_to_include=True
         )
         with hopper.emulated() if on_hopper else contextlib.nullcontext(), around:
-            model = net(RECIPES["fp8_current"], dtype=BF16, d=48, hidden=64, bias=False)
+            model = net(RECIPES[name], dtype=BF16, d=48, hidden=64, bias=False)
             forward, backward = captured(model, values(256, 48, dtype=BF16).requires_grad_())
         torch._dynamo.reset()
         again = sum("gemm" in name for name in own(backward)) - 6

@@ -70,17 +70,19 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
 class Watch(NamedTuple):
     """Where a product of 8-bit codes with fp32 scales per tensor, line or run adds what it lost to
     its anchors, in steps that are probed: fp32 guard[product], of [3, 2]. counted: `packed_counts`.
-    step: int64 [5] (`context.STEP_FIELDS`)."""
+    step: int64 [5] (`context.STEP_FIELDS`). apart: by an operator of its own
+    (partitioners know the cost of those that write nothing alone)."""
 
     counted: int
     step: Tensor
     guard: Tensor
     product: int
+    apart: bool = False
 
 
 def product_error(a: Operand, b: Operand, watch: Watch) -> None:
     """Add the estimate of `ops.product_error`."""
-    _ops.product_error(*_pair(a, b), *watch)
+    _ops.product_error(*_pair(a, b), *watch[:4])
 
 
 def _pair(a: Operand, b: Operand) -> tuple:
@@ -127,22 +129,19 @@ def gemm(
     elif bias is not None and bias.storage_offset() * bias.element_size() % 16:
         fused_bias = bias.clone()
     operands, writes_fp32 = _pair(a, b), writes_fp32 or later_bias is not None
-    if watch is not None and (out is not None or not fits):
+    if watch is not None and (watch.apart or out is not None or not fits):
         product_error(*given, watch)
+        watch = None
     if out is not None and fits and not writes_fp32:
         _ops.gemm_out(out, *operands, accumulate, fused_bias, alpha)
         return out
     written = torch.float32 if writes_fp32 else out_dtype
-    if watch is not None and out is None and fits:
-        y = _ops.watched_gemm(*operands, written, *watch, fused_bias, alpha)
-    else:
-        y = _ops.gemm(*operands, written, fused_bias, alpha)
+    product, watched = (_ops.gemm, ()) if watch is None else (_ops.watched_gemm, watch[:4])
+    y = product(*operands, written, *watched, fused_bias, alpha)
     y = y if fits else y[:m, :n].contiguous()
     if later_bias is not None:
         y = (y + later_bias.float()).to(out_dtype)
-    if out is None:
-        return y.to(out_dtype)
-    return out.add_(y) if accumulate else out.copy_(y)
+    return y.to(out_dtype) if out is None else out.add_(y) if accumulate else out.copy_(y)
 
 
 def batch_invariant_gemm(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
