@@ -79,12 +79,12 @@ class SharedGPU(dist.ProcessGroup):
     def allgather(self, outputs, inputs, opts=None):
         return self._run(self._gloo.allgather, outputs, inputs, opts or c10d.AllgatherOptions())
 
-    def _allgather_base(self, output, own, opts=None):
+    def all_gather_single(self, output, own, opts=None):
         return self.allgather([list(output.view(self.size(), *own.shape).unbind())], [own])
 
-    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         for output, own in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, own)
+            self.all_gather_single(output, own)
         return _done(outputs)
 
     def gather(self, outputs, inputs, opts):
@@ -95,10 +95,10 @@ class SharedGPU(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs, inputs, opts):
         for output, parts in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, torch.stack(parts), opts)
+            self.reduce_scatter_single(output, torch.stack(parts), opts)
         return _done(outputs)
 
-    def _reduce_scatter_base(self, output, whole, opts=None):
+    def reduce_scatter_single(self, output, whole, opts=None):
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         total = whole.detach().clone()
@@ -106,22 +106,20 @@ class SharedGPU(dist.ProcessGroup):
         output.detach().copy_(total.view(self.size(), *output.shape)[self.rank()])
         return _done(output)
 
-    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         for output, whole in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, whole, opts)
+            self.reduce_scatter_single(output, whole, opts)
         return _done(outputs)
 
-    def alltoall_base(self, output, own, output_splits, input_splits, opts=None):
-        options = c10d.AllToAllOptions()
-        return self._run(
-            self._gloo.alltoall_base, output, own, output_splits, input_splits, options
-        )
+    def all_to_all_single(self, output, own, output_splits, input_splits, opts=None):
+        gloo = getattr(self._gloo, "all_to_all_single", None) or self._gloo.alltoall_base
+        return self._run(gloo, output, own, output_splits, input_splits, c10d.AllToAllOptions())
 
     def alltoall(self, outputs, inputs, opts=None):
         sizes = [[t.numel() for t in tensors] for tensors in (outputs, inputs)]
         flat = torch.cat([t.reshape(-1) for t in inputs])
         received = flat.new_empty(sum(sizes[0]))
-        self.alltoall_base(received, flat, *sizes)
+        self.all_to_all_single(received, flat, *sizes)
         for output, part in zip(outputs, received.split(sizes[0]), strict=True):
             output.detach().copy_(part.view_as(output))
         return _done(outputs)
@@ -134,6 +132,13 @@ class SharedGPU(dist.ProcessGroup):
 
     def _end_coalescing(self, device) -> dist.Work:
         return _done()
+
+    # names before torch 2.13
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
 
 dist.Backend.register_backend("shared_gpu", SharedGPU, devices=["cpu", "cuda"])
