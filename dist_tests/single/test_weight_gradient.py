@@ -206,7 +206,7 @@ def test_a_compiled_step_adds_the_same(recipe: str, monkeypatch):
             steps, real = [], native.linear_step
             patch.setattr(native, "linear_step", lambda *args: steps.append(args) or real(*args))
             if not step:
-                patch.setattr(fused, "_adds_to", lambda *_: None)
+                patch.setattr(fused, "can_add", lambda *_: False)
             ys = [layer(rows.requires_grad_()) for rows in x.unbind()]
             ys[0].backward(torch.ones_like(ys[0]))
             assert layer.weight.grad_added_to_main_grad
@@ -238,7 +238,7 @@ def test_a_compiled_step_adds_to_any_main_grad(kind: str, when: str, monkeypatch
             layer = layer_of("linear", "mxfp8", fuse_wgrad_accumulation=True)
             layer.weight.main_grad = buffer = torch.ones(64, 64)
             if not step:
-                patch.setattr(fused, "_adds_to", lambda *_: None)
+                patch.setattr(fused, "can_add", lambda *_: False)
             if when == "before":
                 layer.weight.main_grad = REPLACED[kind](buffer)
             y = layer(values(64, 64, seed=3, dtype=BF16).requires_grad_())
