@@ -2233,6 +2233,14 @@ class Traced:
         )(*args, **kwargs)
 
 
+class Seen(Traced):
+    """The operators as `torch.ops` calls them outside graphs too, where dispatch modes see them."""
+
+    @staticmethod
+    def _traceable(name: str, run: Callable) -> Callable:
+        return _registered(name) if name in native.FAKES else run
+
+
 class Arrived:
     """A CUDA event that has happened."""
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, sample, values
+from dist_tests.single import hopper
 from dist_tests.single.recipe_table import CPU, MODULES, RECIPES
 from dist_tests.single.recipe_table import MODES as BACKWARD_MODES
 from fsdp_quant import recipes
@@ -109,6 +110,34 @@ def test_recomputation_replays_codes_scales_histories_and_random_bits(name: str,
         zip(steps(recipe, functools.partial(checkpoint, **MODES[mode])), want, strict=True)
     ):
         assert_same_bytes(got, wanted, f"{name}, {mode}: {i}")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_policy_saves_the_products_of_probed_steps(ahead: bool):
+    """If false, a selective checkpoint that saves products computes those of probed steps again, or
+    raises where the next step begins before its backward."""
+
+    def policy(context, op, *args, **kwargs):
+        saves = str(op).endswith(".gemm.default")
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    again, grads = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts), []
+    with hopper.emulated("sm_90a") as gpu, hopper.replaced_operators(hopper.Seen(gpu)):
+        layer = fq.Linear(64, 64, recipe=recipes.mxfp8(), dtype=torch.bfloat16)
+        for is_again in (False, True):
+            fq.begin_step(0)
+            x = values(64, 64).requires_grad_()
+            y = again(layer, x) if is_again else layer(x)
+            assert layer.runtime.guard[0, 1] > 0, "the step is not probed"
+            products = gpu.count("gemm")
+            fq.begin_step(int(ahead))
+            y.sum().backward()
+            assert gpu.count("gemm") - products == 2 * is_again, (
+                "the backward's are dgrad and wgrad"
+            )
+            grads.append(x.grad)
+    assert_same_bytes(*grads, "behind the products of the forward")
 
 
 # Graphs of autograd #

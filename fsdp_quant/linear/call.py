@@ -206,7 +206,7 @@ class Call(NamedTuple):
         counted = native.packed_counts(resolved.watched[product])
         if guard is None or not counted:
             return None
-        apart = self.traced and torch_compat.is_recomputed_in_graph()
+        apart = not self.traced or torch_compat.is_recomputed_in_graph()
         return native.Watch(counted, known(self.step, "the step"), guard, product, apart)
 
     def described(self, tensor: str) -> Name:
