@@ -349,9 +349,8 @@ def linear(
 # expression of its own (`torch_compat.made_again`): the output of a norm or an activation is
 # computed again from what their backward reads anyway. Nodes that follow from inputs and that the
 # forward does not need go where the cut is least. Equal calls are one node (fx_graph_cse) if no
-# argument is a NaN and none is of a layer alone: so counts of the guard are results, added to the
-# guard outside. AOTAutograd's disk cache is bypassed by functions that it does not know; inductor's
-# is not.
+# argument is a NaN and none is of a layer alone, as a guard is that a product writes. AOTAutograd's
+# disk cache is bypassed by functions that it does not know; inductor's is not.
 
 
 def _save_inputs(call: Call, weight: Tensor) -> None:

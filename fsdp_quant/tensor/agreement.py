@@ -32,8 +32,8 @@ from .torch_compat import ManagedParam
 _INT31 = 2**31 - 1
 _REMEDY = (
     "ranks that share weights need one model, recipe, skip=, FSDP_QUANT_BACKWARD_OVERRIDE and "
-    "build of fsdp_quant; give every rank the same, and call fq.convert and fq.set_recipe on all "
-    "of them"
+    "build of fsdp_quant; give every rank the same, and freeze weights, call fq.convert and "
+    "fq.set_recipe on all of them"
 )
 
 
