@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from dist_tests import laws
 from dist_tests.single import hopper
@@ -333,6 +334,11 @@ def test_dynamo_packs_encodings_as_it_traces():
 
     _, nodes = exported(run, lambda: [empty(64, 256)], True)
     assert [n.target for n in nodes] == [torch.ops.fsdp_quant.quantize.default]
+
+
+def test_checkpoints_expect_no_check_that_some_steps_make():
+    """If false, a selective checkpoint raises where the recomputation alone is in a probed step."""
+    assert torch.ops.fsdp_quant.product_error.default in SAC_IGNORED_OPS
 
 
 def test_functionalization_keeps_writes():

@@ -28,6 +28,7 @@ from dist_tests.single.recipe_table import CPU, MODULES, RECIPES
 from dist_tests.single.recipe_table import MODES as BACKWARD_MODES
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
+from fsdp_quant.ops.product_error import is_probed
 
 OF_LLAMA = {"bias": False, "normalization": "RMSNorm", "dtype": torch.bfloat16}
 offloading = importlib.import_module("fsdp_quant.memory.offload")
@@ -112,10 +113,10 @@ def test_recomputation_replays_codes_scales_histories_and_random_bits(name: str,
         assert_same_bytes(got, wanted, f"{name}, {mode}: {i}")
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_policy_saves_the_products_of_probed_steps(ahead: bool):
+@pytest.mark.parametrize(("forward", "backward"), [(0, 0), (0, 1), (15, 16)])
+def test_a_policy_saves_the_products_of_probed_steps(forward: int, backward: int):
     """If false, a selective checkpoint that saves products computes those of probed steps again, or
-    raises where the next step begins before its backward."""
+    raises where the next step begins before its backward: one of both alone is probed."""
 
     def policy(context, op, *args, **kwargs):
         saves = str(op).endswith(".gemm.default")
@@ -126,12 +127,12 @@ def test_a_policy_saves_the_products_of_probed_steps(ahead: bool):
     with hopper.emulated("sm_90a") as gpu, hopper.replaced_operators(hopper.Seen(gpu)):
         layer = fq.Linear(64, 64, recipe=recipes.mxfp8(), dtype=torch.bfloat16)
         for is_again in (False, True):
-            fq.begin_step(0)
+            fq.begin_step(forward)
             x = values(64, 64).requires_grad_()
             y = again(layer, x) if is_again else layer(x)
-            assert layer.runtime.guard[0, 1] > 0, "the step is not probed"
+            assert is_again or bool(layer.runtime.guard[0, 1]) == is_probed(forward)
             products = gpu.count("gemm")
-            fq.begin_step(int(ahead))
+            fq.begin_step(backward)
             y.sum().backward()
             assert gpu.count("gemm") - products == 2 * is_again, (
                 "the backward's are dgrad and wgrad"

@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import register_flop_formula
 
 from ...formats import ceil_div, round_up
@@ -166,3 +167,4 @@ if extension.is_loaded():
         torch.library.register_fake(f"fsdp_quant::{_name}", _fake)
     for _name, _formula in FLOPS.items():
         register_flop_formula(getattr(_ops, _name))(_formula)
+    SAC_IGNORED_OPS.add(_ops.product_error.default)  # of some steps: a forward may be without it

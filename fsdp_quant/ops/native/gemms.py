@@ -69,9 +69,8 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
 
 class Watch(NamedTuple):
     """Where a product of 8-bit codes with fp32 scales per tensor, line or run adds what it lost to
-    its anchors, in steps that are probed: fp32 guard[product], of [3, 2]. counted: `packed_counts`.
-    step: int64 [5] (`context.STEP_FIELDS`). apart: by an operator of its own (partitioners and
-    policies of checkpoints know `gemm` alone, which writes nothing)."""
+    anchors in probed steps: fp32 guard[product], of [3, 2]. counted: `packed_counts`. step: int64
+    [5]. apart: by an operator of its own (partitioners know no cost of one that writes)."""
 
     counted: int
     step: Tensor
