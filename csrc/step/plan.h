@@ -69,13 +69,13 @@ void count(int64_t handle, int what, int64_t times = 1);
 // How ranks share a layer (linear/cut.py, `TensorParallel`). Without a group, none do.
 struct Ranks {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  bool column = false;  // each holds rows of the weight; else columns
-  int64_t cut = -1;     // the dim of x (column) or y (else) that is cut; -1: none
-  bool sums = false;    // without a cut: dx (column) or y (else) is summed here
+  bool column = false;        // each holds rows of the weight; else columns
+  int64_t cut = -1;           // the dim of x (column) or y (else) that is cut; -1: none
+  bool sums = false;          // without a cut: dx (column) or y (else) is summed here
   bool spans_weight = false;  // scales of a whole tensor are those of the whole weight
-  int64_t pieces = 0;   // in which y is scattered
-  int64_t reader = 0;   // of a cut x that other layers read too (`exchange`); 0: this layer alone gathers it, and scatters dx
-  int64_t outer = 1;    // of rows [outer, chunk] of a rank, and [outer, ranks, chunk] of all; 1 without a cut
+  int64_t pieces = 0;         // in which y is scattered
+  int64_t reader = 0;         // of a cut x that other layers read too (`exchange`); 0: this layer alone gathers it, scatters dx
+  int64_t outer = 1;          // of rows [outer, chunk] of a rank, and [outer, ranks, chunk] of all; 1 without a cut
 
   bool is_cut() const { return cut >= 0; }
   bool gathers(Slot slot) const { return is_cut() && reader == 0 && slot == (column ? kInput : kGradOutput); }

@@ -81,13 +81,18 @@ def _missing(package: str) -> bool:
         return True
 
 
+def share_gpus(ranks: int) -> bool:
+    """There are fewer GPUs than ranks."""
+    return 0 < torch.cuda.device_count() < ranks
+
+
 def cannot(contract: Contract, ranks: int) -> str:
     """Why a contract does not run here on these ranks; "" if it does."""
     if missing := [package for package in contract.needs if _missing(package)]:
         return f"not installed: {', '.join(missing)}"
     if not torch.cuda.is_available():
         return f"needs a GPU: {contract.gpu}" if contract.gpu else ""
-    if contract.sends and ranks > torch.cuda.device_count():
+    if contract.sends and share_gpus(ranks):
         return f"needs {ranks} GPUs, {torch.cuda.device_count()} here"
     return ""
 
@@ -165,9 +170,9 @@ def verdict(
 
 def check(name: str, ranks: int, args: argparse.Namespace) -> dict:
     """Run a contract and return its row."""
-    contract, shares = CONTRACTS[name], 0 < torch.cuda.device_count() < ranks
-    row = {"contract": name, "ranks": ranks, "compared": contract.compared, "shares": shares}
-    row["holds"] = None
+    contract = CONTRACTS[name]
+    row = {"contract": name, "ranks": ranks, "compared": contract.compared, "holds": None}
+    row["shares"] = share_gpus(ranks)
     if reason := cannot(contract, ranks):
         return row | {"result": reason}
     try:

@@ -47,13 +47,12 @@ class SharedGPU(dist.ProcessGroup):
             there.detach().copy_(here)
         return _done(outputs)
 
-    def _reduced(self, collective: Callable, outputs: Any, *rest: Any) -> dist.Work:
+    def _reduced(self, collective: Callable, outputs: Any, options: Any) -> dist.Work:
         """`_run`, of a mean as a sum that is divided, which gloo lacks."""
-        *inputs, options = rest
         mean = options.reduceOp == dist.ReduceOp.AVG
         if mean:
             options.reduceOp = dist.ReduceOp.SUM
-        self._run(collective, outputs, *inputs, options)
+        self._run(collective, outputs, options)
         if mean:
             options.reduceOp = dist.ReduceOp.AVG
             for output in tree_leaves(outputs):
