@@ -132,6 +132,15 @@ def _set_values(run: Run, model: GPTModel) -> None:
         p.copy_(new.chunk(ranks, dim)[rank] if is_cut else new)
 
 
+def _mark_experts(cfg: Any, model: GPTModel) -> None:
+    """As Megatron-Core 0.19 does: before, without EP, experts that TP does not cut learned on each
+    rank from its rows alone (NVIDIA/Megatron-LM#5916)."""
+    if cfg.expert_tensor_parallel_size != cfg.tensor_model_parallel_size:
+        for name, p in model.named_parameters():
+            if ".experts." in name:
+                vars(p)["allreduce"] = False
+
+
 class _Trained:
     """A model and what trains it."""
 
@@ -172,6 +181,7 @@ class _Trained:
             share_embeddings_and_output_weights=False,
         )
         _set_values(run, model)
+        _mark_experts(cfg, model)
         self.ddp = DistributedDataParallel(
             cfg,
             DistributedDataParallelConfig(
