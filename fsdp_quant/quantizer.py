@@ -25,7 +25,7 @@ from .ops.dispatch import Statistics
 from .ops.layout import COMPACT
 from .options import check, choice, flag, number
 from .scaling import DelayedScaling
-from .storage import Storage, encoded_matrix, to_layout, to_storage
+from .storage import Storage, matrix_type, to_layout, to_storage
 from .tensor.quantized_tensor import QuantizedTensor
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
@@ -344,7 +344,7 @@ class HybridQuantizer:
             if codes.amax is not None and source[d] in self.delayed_directions
         }
         matrices = {
-            d: encoded_matrix(codes, encodings[d], x.shape, x.dtype)
+            d: matrix_type(codes.layout).of(codes, encodings[d], x.shape, x.dtype)
             for d, codes in zip(encodings, encoded)
         }
         operands = {}

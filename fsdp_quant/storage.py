@@ -243,27 +243,9 @@ def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
 # Between layouts #
 
 
-def _class_of(layout: str) -> type[EncodedMatrix]:
+def matrix_type(layout: str) -> type[EncodedMatrix]:
+    """The type of matrices in this layout."""
     return Storage if layout == COMPACT else EncodedMatrix
-
-
-def encoded_matrix(
-    encoded: dispatch.Encoded, encoding: Encoding, shape: Sequence[int], dtype: torch.dtype
-) -> EncodedMatrix:
-    """The matrix over freshly encoded buffers, in the layout that the encoder wrote."""
-    return _class_of(encoded.layout).of(encoded, encoding, shape, dtype)
-
-
-def matrix_over(
-    buffers: Sequence[Tensor],
-    fmt: Format,
-    direction: Direction,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    layout: str,
-) -> EncodedMatrix:
-    """The matrix whose `buffers()` have these values."""
-    return _class_of(layout).over(buffers, fmt, direction, shape, dtype, layout)
 
 
 def to_layout(matrix: EncodedMatrix, layout: str) -> EncodedMatrix:
@@ -408,7 +390,7 @@ def _described(fields: dict, buffers: dict, row0: int, layout: str) -> EncodedMa
     if set(buffers) - set(BUFFERS) or not all(isinstance(b, Tensor) for b in buffers.values()):
         raise TypeError(f"buffers are tensors, of {', '.join(BUFFERS)}")
     data, scale, tensor_amax = buffers["data"], buffers.get("scale"), buffers.get("tensor_amax")
-    matrix_class = _class_of(layout)
+    matrix_class = matrix_type(layout)
     return matrix_class(fmt, direction, shape, data, scale, tensor_amax, dtype, row0, layout)
 
 

@@ -208,7 +208,7 @@ def test_a_matrix_is_rebuilt_over_its_buffers(name: str, direction: Direction, m
     storage = WITH_RHT[name].storage(values(48, 64), direction)
     for made in (storage, storage.to_gemm_operand(layout.NATIVE)):
         buffers, of = list(made.buffers().values()), (made.fmt, direction, made.shape, made.dtype)
-        again = storage_module.matrix_over(buffers, *of, made.layout)
+        again = storage_module.matrix_type(made.layout).over(buffers, *of, made.layout)
         assert type(again) is type(made) and again.geometry == made.geometry
         assert list(again.buffers().items()) == list(made.buffers().items())  # the same tensors
 

@@ -20,7 +20,7 @@ from ..ops.reference import known
 from ..quantizer import HybridQuantizer
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..scaling import AmaxHistory
-from ..storage import Storage, encoded_matrix, matrix_over, to_layout, to_storage
+from ..storage import Storage, matrix_type, to_layout, to_storage
 from ..tensor import code_check
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, held, values_of
@@ -298,7 +298,8 @@ def _encoded_weight(
                 for d in spanning
                 if not hybrid.side(d).is_delayed
             }
-    return encoded_matrix(codes, encoding, values.shape, dtype), codes.amax
+    matrix = matrix_type(codes.layout).of(codes, encoding, values.shape, dtype)
+    return matrix, codes.amax
 
 
 def state_for(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
@@ -360,8 +361,9 @@ def columnwise_of_saved(
     direction, key = resolved.saved, None
     if keeps_key(hybrid, direction is COLUMNWISE):
         *saved, key = saved
-    fmt, layout = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
-    storage = matrix_over(saved, fmt, direction, shape, dtype, layout if shape[0] else COMPACT)
+    fmt = hybrid.side(direction).fmt
+    layout = resolved.layouts["input"][direction] if shape[0] else COMPACT
+    storage = matrix_type(layout).over(saved, fmt, direction, shape, dtype, layout)
     if direction is COLUMNWISE:
         return storage
     return hybrid.columnwise_of(to_storage(storage), key)

@@ -52,7 +52,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import gemm
 from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT
-from ..storage import matrix_over
+from ..storage import matrix_type
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from .autograd import Differentiable, Gradients, differentiated
@@ -294,7 +294,8 @@ def _flattened(saved: Saved) -> tuple[list[Tensor], Callable[[list[Tensor]], Sav
     fmt, direction, shape, _, layout, dtype = saved.weight.geometry
 
     def restored(buffers: list[Tensor]) -> Saved:
-        weight = matrix_over(buffers[count:], fmt, direction, shape, dtype, layout)
+        codes = buffers[count:]
+        weight = matrix_type(layout).over(codes, fmt, direction, shape, dtype, layout)
         return Saved(buffers[:count], weight, statistics)
 
     return [*saved.input, *buffers_of(saved.weight)], restored
