@@ -15,7 +15,7 @@ from torch import Tensor
 from ..counters import counters
 from ..encoded_matrix import BUFFERS, EncodedMatrix, has_tensor_amax
 from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
-from ..ops import native
+from ..ops import dispatch, native
 from ..ops.capability import arch_of
 from ..ops.layout import ANCHORS, COMPACT, adjoining, operand_format
 from ..ops.native import Operand
@@ -353,16 +353,8 @@ def _of_codes(
     data, *scales = (t.unflatten(0, (experts, -1)) for t in codes)
     transposed = direction is COLUMNWISE
     if layout in ANCHORS:
-        data, scale = native.anchor_codes(
-            data,
-            scales[0],
-            None,
-            data.shape[-1],
-            fmt,
-            direction,
-            transposed,
-            native.anchor_run(layout),
-        )
+        cols = data.shape[-1]
+        data, scale = dispatch.anchor_codes(data, scales[0], None, cols, fmt, direction, layout)
         return StackedWeight([data, scale.flatten()], _plain(operand_format(fmt, layout)))
     if not fmt.is_quantized:
         return StackedWeight([data, None], _plain(fmt))
