@@ -464,14 +464,10 @@ class AmaxHistory:
         history.encode_scale = self.encode_scale.to(device)
         return history
 
-    @staticmethod
     @torch.no_grad()
-    def record_in(amaxes: Tensor, amax: Tensor) -> None:
-        """Record an amax of the current step in `amaxes`; ignore a non-finite one."""
-        dispatch.record_amax(amaxes, amax)
-
     def record(self, amax: Tensor) -> None:
-        self.record_in(self.amaxes, amax)
+        """Record an amax of the current step; ignore a non-finite one."""
+        dispatch.record_amax(self.amaxes, amax)
 
     @torch.no_grad()
     def continued(self, scaling: DelayedScaling, element_max: float) -> AmaxHistory:

@@ -50,7 +50,7 @@ def record_amaxes(
     """Record amaxes of delayed sides. histories: of `hybrid.delayed_directions`, or empty."""
     for direction, history in zip(hybrid.delayed_directions, histories):
         if direction in amaxes:
-            AmaxHistory.record_in(history, amaxes[direction])
+            dispatch.record_amax(history, amaxes[direction])
 
 
 def slot_key(
