@@ -287,7 +287,7 @@ def plan(
         parameter_dtype = m.param_dtype if m else layer.weight.dtype
         return dtype or parameter_dtype, place or layer.weight.device
 
-    result = ModelPlan(notes=_notes(model, modules.values(), dtype, runs, place))
+    result = ModelPlan(notes=_notes(model, modules.values(), dtype, runs))
     for name, module in modules.items():
         activations, device = runs(module)
         planned = module.plan_on(activations, device)
@@ -368,7 +368,6 @@ def _notes(
     layers: Iterable[Linear],
     dtype: torch.dtype | None,
     runs: Callable[[Linear], tuple[torch.dtype, Place]],
-    place: Place | None,
 ) -> list[str]:
     """Return sentences about backward modes, boundary slots, attention, experts, fused modules and
     GEMMs in high precision."""
