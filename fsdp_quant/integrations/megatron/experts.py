@@ -105,14 +105,11 @@ class _GroupedLinear(TakesWgrad, GroupedLinear):
     def _weights(self) -> list[nn.Parameter]:
         return [getattr(self, f"weight{e}") for e in range(self.num_gemms)]
 
-    def _biases(self) -> list[Tensor | None]:
-        return [getattr(self, f"bias{e}", None) for e in range(self.num_gemms)]
-
     @torch.compiler.disable
     def forward(
         self, x: Tensor, m_splits: Sequence[int] | Tensor
     ) -> tuple[Tensor, list[Tensor | None] | None]:
-        biases = self._biases()
+        biases = [getattr(self, f"bias{e}", None) for e in range(self.num_gemms)]
         experts = zip(self._linears, self._weight_proxies, self._weights(), biases)
         for layer, proxy, weight, bias in experts:
             layer.give(proxy.read(weight), None if self.skip_bias_add else bias, weight)
