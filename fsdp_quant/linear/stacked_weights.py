@@ -232,9 +232,7 @@ def _stacked_two_level(
     first, experts = storages[0], len(storages)
     rows, cols = first.shape
     if first.direction is COLUMNWISE:
-        data = native.multi_tensor_transpose(
-            data, [first.shape] * experts, first.fmt.bits, stacked=True
-        )
+        data = list(native.transpose_stack(data, first.shape, first.fmt.bits).unbind())
         scales, rows, cols = [s.t() for s in scales], cols, rows
     amaxes = torch.cat([s.tensor_amax for s in storages if s.tensor_amax is not None])
     view = (experts, rows, cols), (rows * cols, cols, 1)
@@ -368,7 +366,7 @@ def _of_codes(
     if not fmt.scale_leaves_contraction:
         scale = scale.mT if transposed != (fmt.block[0] == 1) else scale
         scale = F.pad(scale, (0, -scale.shape[-1] % 4))
-    data = native.transpose_stack(data) if transposed else data
+    data = native.transpose_stack(data.unbind(), data.shape[1:], bits=8) if transposed else data
     return StackedWeight([data, scale.flatten()], _plain(fmt))
 
 

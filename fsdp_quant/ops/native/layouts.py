@@ -65,20 +65,13 @@ def multi_tensor_transpose(
     data: Sequence[Tensor],
     shapes: Sequence[tuple[int, int]],
     bits: int,
-    stacked: bool = False,
     calls: list[RecordedLaunch] | None = None,
 ) -> list[Tensor]:
-    """Transpose codes [rows, cols] of each tensor (`transpose_codes`), in one launch.
-
-    stacked:  all have one shape; write them into slices of one buffer.
-    calls:    a list to which the launch is appended, for replay.
-    """
+    """Transpose codes [rows, cols] of each tensor (`transpose_codes`), in one launch, which is
+    appended to `calls` for replay."""
     rows, cols = ([s[i] for s in shapes] for i in range(2))
     sizes = [(c, ceil_div(r, 2) if bits == 4 else r) for r, c in zip(rows, cols)]
-    if stacked:
-        out = list(data[0].new_empty((len(data), *sizes[0])).unbind())
-    else:
-        out = [d.new_empty(size) for d, size in zip(data, sizes)]
+    out = [d.new_empty(size) for d, size in zip(data, sizes)]
     return _called(_transposing(data, out, rows, cols, bits), calls)
 
 
@@ -86,15 +79,16 @@ def _transposing(
     data: Sequence[Tensor], out: list[Tensor], rows: list[int], cols: list[int], bits: int
 ) -> RecordedLaunch:
     n, kind = len(data), TRANSPOSE_NIBBLES if bits == 4 else TRANSPOSE_BYTES
-    arguments = data, out, [kind] * n, rows, cols, [0] * n, [1] * n
+    arguments = list(data), out, [kind] * n, rows, cols, [0] * n, [1] * n
     return RecordedLaunch(_ops.relayout_group, arguments, out)
 
 
-def transpose_stack(data: Tensor) -> Tensor:
-    """Transpose 8-bit codes [E, rows, cols] to [E, cols, rows]."""
-    n, rows, cols = data.shape
-    out = data.new_empty(n, cols, rows)
-    _transposing(list(data.unbind()), list(out.unbind()), [rows] * n, [cols] * n, bits=8)()
+def transpose_stack(data: Sequence[Tensor], shape: Sequence[int], bits: int) -> Tensor:
+    """Transpose codes of E matrices of one shape [rows, cols] into one buffer, [E, cols, bytes of
+    rows]."""
+    n, (rows, cols) = len(data), shape
+    out = data[0].new_empty(n, cols, ceil_div(rows, 2) if bits == 4 else rows)
+    _transposing(data, list(out.unbind()), [rows] * n, [cols] * n, bits)()
     return out
 
 
