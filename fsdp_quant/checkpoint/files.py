@@ -133,7 +133,11 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
                 metadata[name] = json.dumps(
                     storage.facts() | {"shape": [w.rows, w.piece.values.shape[1]]}
                 )
-    owners = _states_by_name(model)
+    states = {id(w.parameter): id(w.state) for w in quantized_weights(model)}
+    owners = {  # also by tied names
+        torch_compat.in_state_dict(name): states.get(id(p), -1)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
     for name, tensor in state.items():
         name = torch_compat.in_state_dict(name)
         quantized = replaced.get(owners.get(name, -1))
@@ -148,13 +152,6 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
         )
         with replacing(path) as part:
             save_file(tensors, part, metadata)
-
-
-def _states_by_name(model: nn.Module) -> dict[str, int]:
-    """State dict name -> id of the weight's state, also for tied names."""
-    states = {id(w.parameter): id(w.state) for w in quantized_weights(model)}
-    named = model.named_parameters(remove_duplicate=False)
-    return {torch_compat.in_state_dict(name): states[id(p)] for name, p in named if id(p) in states}
 
 
 def load_safetensors(path: str | PathLike, device: str | torch.device = "cpu") -> dict[str, Tensor]:
