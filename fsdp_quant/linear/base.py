@@ -357,10 +357,8 @@ class BaseLinear(HasWeight, nn.Linear):
             owner.recomputes = bool(self.recomputes_forward)
         elif grad:
             owner.recomputes = torch_compat.checkpoint_hook() is not None
-        elif (
-            torch_compat.running_function() is not None
-        ):  # reentrant checkpointing runs the first forward
-            owner.recomputes = True
+        elif torch_compat.running_function() is not None:
+            owner.recomputes = True  # reentrant checkpointing runs the first forward
 
     def _check_domains(
         self, plan: GemmPlan, dtype: torch.dtype, planned: torch.dtype, device: torch.device
