@@ -348,14 +348,12 @@ class GroupedLinear(HasWeight):
             return self._outside_graphs(x, splits, routes, around)
         if is_compiling and isinstance(splits, Tensor):
             refused = DTensor if self.packed else (DTensor, QuantizedTensor)
-            in_graph = not any(isinstance(o.weight, refused) for o in self.owners)
-            in_graph = in_graph and self._goes_into_graphs
-            if not in_graph:
+            is_refused = any(isinstance(o.weight, refused) for o in self.owners)
+            if is_refused or not self._goes_into_graphs:
                 return self._outside_graphs(x, splits, routes, around)
             plan, is_keyed = self.first.plan_here(self.owners[0].weight.device), self._is_keyed
             if (override := current_autocast()) is not None:
-                names, arch = self._names, arch_of(x.device)
-                same, is_keyed = _is_for_all(override.recipe.key, names, arch)
+                same, is_keyed = _is_for_all(override.recipe.key, self._names, arch_of(x.device))
                 if not same or plan.boundary is not None:
                     return self._outside_graphs(x, splits, routes, around)
             return self._in_graph(x, splits, plan, is_keyed, routes, *around)
