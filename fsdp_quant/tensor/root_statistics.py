@@ -166,11 +166,10 @@ def gather_again_in_training(members: Sequence[GatheredWeight]) -> None:
 def _ordinary_weights(managed: Iterable[ManagedParam]) -> list[Sharded]:
     """Weights that gathers encode; quantized parameters have own statistics
     (`quantized_weight`)."""
-    local = ((m, m.local) for m in managed)
     return [
         Sharded(t, t.state, m)
-        for m, t in local
-        if isinstance(t, WeightTensor) and not t.state.holds_codes
+        for m in managed
+        if isinstance(t := m.local, WeightTensor) and not t.state.holds_codes
     ]
 
 
