@@ -390,8 +390,7 @@ def _described(fields: dict, buffers: dict, row0: int, layout: str) -> EncodedMa
     if set(buffers) - set(BUFFERS) or not all(isinstance(b, Tensor) for b in buffers.values()):
         raise TypeError(f"buffers are tensors, of {', '.join(BUFFERS)}")
     data, scale, tensor_amax = buffers["data"], buffers.get("scale"), buffers.get("tensor_amax")
-    matrix_class = matrix_type(layout)
-    return matrix_class(fmt, direction, shape, data, scale, tensor_amax, dtype, row0, layout)
+    return matrix_type(layout)(fmt, direction, shape, data, scale, tensor_amax, dtype, row0, layout)
 
 
 def _is_size(value: object, least: int = 0) -> bool:
