@@ -236,8 +236,7 @@ class _Study:
         units = converted_units(probe)
         self.elements = {n: sum(m.weight.numel() for m in of) for n, of in units.items()}
         self.forward, self.backward = costs
-        self.losses = [self._loss(batch) for batch in batches]
-        self.base = sum(self.losses) / len(batches)
+        self.base = self._mean_loss()
         if not math.isfinite(self.base):
             raise ValueError(
                 f"advise: the loss in high precision is {self.base}; start from weights and "
@@ -306,8 +305,7 @@ class _Study:
 
     def _gap(self, formats: Mapping[str, tuple[str, str]]) -> float:
         self._apply(formats)
-        losses = [self._loss(batch) for batch in self.batches]
-        gap = sum(losses) / len(losses) - self.base
+        gap = self._mean_loss() - self.base
         return gap if math.isfinite(gap) else math.inf
 
     def _errors(self, tried: Sequence[Mapping[str, tuple[str, str]]]) -> list[float]:
@@ -327,9 +325,9 @@ class _Study:
         gradients = torch.autograd.grad(self._scalar(batch), self.parameters, allow_unused=True)
         return [g for g in gradients if g is not None]
 
-    def _loss(self, batch: object) -> float:
+    def _mean_loss(self) -> float:
         with torch.no_grad():
-            return float(self._scalar(batch))
+            return sum(float(self._scalar(batch)) for batch in self.batches) / len(self.batches)
 
     def _scalar(self, batch: object) -> Tensor:
         loss = self.loss(self.probe, batch)
