@@ -134,10 +134,8 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
                     storage.facts() | {"shape": [w.rows, w.piece.values.shape[1]]}
                 )
     states = {id(w.parameter): id(w.state) for w in quantized_weights(model)}
-    owners = {  # also by tied names
-        torch_compat.in_state_dict(name): states.get(id(p), -1)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    parameters = model.named_parameters(remove_duplicate=False)  # tied ones by each name
+    owners = {torch_compat.in_state_dict(name): states.get(id(p), -1) for name, p in parameters}
     for name, tensor in state.items():
         name = torch_compat.in_state_dict(name)
         quantized = replaced.get(owners.get(name, -1))
