@@ -12,6 +12,7 @@ void register_gemm(torch::Library& m);
 void register_grouped_gemm(torch::Library& m);
 void register_norm(torch::Library& m);
 void register_combine(torch::Library& m);
+void register_rows(torch::Library& m);
 void register_optim(torch::Library& m);
 void register_pieces(torch::Library& m);
 void register_gradients(torch::Library& m);
@@ -29,7 +30,7 @@ TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
   using namespace fsdp_quant;
   for (const auto add :
        {register_encoding, register_quantize, register_anchored, register_multi_tensor, register_layout, register_gemm,
-        register_grouped_gemm, register_norm, register_combine, register_optim, register_pieces, register_gradients, step::register_plan,
-        step::register_slots, step::register_weight, step::register_linear, step::register_grouped, step::register_activate})
+        register_grouped_gemm, register_norm, register_combine, register_rows, register_optim, register_pieces, register_gradients,
+        step::register_plan, step::register_slots, step::register_weight, step::register_linear, step::register_grouped, step::register_activate})
     add(m);
 }

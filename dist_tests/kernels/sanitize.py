@@ -612,6 +612,24 @@ def routed(of_weights: torch.dtype) -> None:
         run(f"combine [{tokens}, {copies}] of {cols}, {of_weights}", made, want)
 
 
+def moved_rows() -> None:
+    """Rows of buffers into one, and apart; an order of pieces."""
+    for widths in ((4096, 128), (24, 5)):
+        buffers = [torch.arange(70 * n, dtype=torch.uint8).view(70, n) for n in widths]
+        order = torch.randperm(70, generator=torch.Generator().manual_seed(1))
+        given, index = [on_device(b) for b in buffers], on_device(order)
+        packed = native.pack_rows(given, index)
+        want = torch.cat(buffers, 1)[order]
+        run(f"pack_rows {widths}", [packed], lambda want=want: [want])
+        made = native.unpack_rows(packed, index, given)
+        want = [*want[order].split(widths, 1)]
+        run(f"unpack_rows {widths}", made, lambda want=want: want)
+    ends, shifts = torch.tensor([3, 3, 8]), torch.tensor([5, 0, -3])
+    made = native.piece_orders(on_device(ends), on_device(shifts), 8)
+    want = [torch.tensor([5, 6, 7, 0, 1, 2, 3, 4]), torch.tensor([3, 4, 5, 6, 7, 0, 1, 2])]
+    run("piece_orders", list(made), lambda: want)
+
+
 # Of a linear layer's step #
 
 # `context.STEP_FIELDS`, `operands.slot_ids`
@@ -970,6 +988,7 @@ def every_instance() -> None:
             norms(dtype, centred)
     for of_weights in (BF16, FP32):
         routed(of_weights)
+    moved_rows()
     emulation = Operators()
     scalars(emulation)
     for activation in ("swiglu", "geglu"):

@@ -13,12 +13,17 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, FP32
 from dist_tests.laws import assert_same_bytes
 from dist_tests.single.test_routing import (
+    BUFFERS,
     BY_ROUTES,
+    COUNTS,
     by_torch,
     double,
     multiplied,
     passed,
+    pieces_move,
     routes,
+    rows_of,
+    rows_travel,
 )
 from fsdp_quant.linear import routes as routes_of
 from fsdp_quant.ops import native, routing
@@ -171,3 +176,36 @@ def test_slices_are_taken_and_other_tensors_refused():
     ):
         with pytest.raises(ValueError, match=text):
             combine(*given)
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_rows_of_buffers_travel_together(kind: list):
+    """If false, a token arrives at a GPU with another's codes or scales."""
+    for rows in (0, 1, 37, 5000):
+        rows_travel(kind, rows, "cuda")
+
+
+def test_rows_are_moved_from_any_address():
+    """If false, buffers that begin between 16 bytes are read wrongly."""
+    wide = torch.arange(6 * 64, dtype=torch.uint8, device="cuda").view(6, 64)
+    for buffer in (wide.flatten()[3:123].view(6, 20), wide[:, 5:21], wide[::2], wide[1:]):
+        (got,) = routing.unpack_rows(routing.pack_rows([buffer, buffer]), None, [buffer, buffer])[
+            :1
+        ]
+        assert_same_bytes(got, buffer.contiguous(), f"{buffer.shape} {buffer.stride()}")
+    pack, unpack = torch.ops.fsdp_quant.pack_rows, torch.ops.fsdp_quant.unpack_rows
+    for call, text in (
+        (lambda: pack([wide] * 5, None), "got 5 buffers"),
+        (lambda: pack([wide, wide[:2]], None), "a buffer is"),
+        (lambda: pack([wide], torch.zeros(2, dtype=torch.int32, device="cuda")), "index is"),
+        (lambda: unpack(wide, None, [wide, wide]), "packed rows are"),
+        (lambda: unpack(wide.t(), None, rows_of(BUFFERS[1], 1, "cuda")), "packed rows are"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+@pytest.mark.parametrize("counts", [*COUNTS, [[7 * r + e for e in range(32)] for r in range(8)]])
+def test_rows_that_move_in_pieces_come_back(counts: list[list[int]]):
+    """If false, an expert of a GPU multiplies tokens of another."""
+    pieces_move(counts, "cuda")

@@ -1408,6 +1408,34 @@ class Operators:
         drows, dweights = routing.reference_combine_backward(dout, rows, back, weights)
         return drows, dout.new_empty(0) if dweights is None else dweights
 
+    def pack_rows(self, buffers, index):
+        self.calls.append(Call("pack_rows", buffers[0].data_ptr()))
+        refuse(not 1 <= len(buffers) <= 4, f"got {len(buffers)} buffers")
+        refuse(any(len(b) != len(buffers[0]) for b in buffers), "rows")
+        packed = torch.cat([routing.as_bytes(b) for b in buffers], 1)
+        return packed if index is None else packed[index]
+
+    def unpack_rows(self, packed, index, like):
+        self.calls.append(Call("unpack_rows", packed.data_ptr()))
+        widths = [routing.row_bytes(b) for b in like]
+        refuse(packed.dtype is not torch.uint8 or not packed.is_contiguous(), "packed")
+        refuse(packed.shape[1:] != (sum(widths),), f"packed rows are {list(packed.shape)}")
+        parts = (packed if index is None else packed[index]).split(widths, 1)
+        shapes = [(len(parts[0]), *b.shape[1:]) for b in like]
+        parts = [p.clone(memory_format=torch.contiguous_format) for p in parts]
+        return [p.view(b.dtype).view(s) for p, b, s in zip(parts, like, shapes)]
+
+    def piece_orders(self, ends, shifts, rows):
+        self.calls.append(Call("piece_orders", ends.data_ptr()))
+        refuse(ends.dtype is not torch.int64 or ends.shape != shifts.shape, "ends")
+        order, inverse = torch.empty(2, rows, dtype=torch.int64)
+        start = 0
+        for end, shift in zip(ends.tolist(), shifts.tolist()):
+            order[start:end] = torch.arange(start, end) + shift
+            start = end
+        inverse[order] = torch.arange(rows)
+        return order, inverse
+
     def linear_step(
         self,
         x,

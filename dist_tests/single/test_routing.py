@@ -323,3 +323,85 @@ def test_no_tokens_are_no_rows():
     given = torch.empty(0, 16), torch.empty(0, 2), torch.empty(0, 16), order, back, double
     for name, got in passed(*given).items():
         assert got.shape == given[name == "dweights"].shape
+
+
+# Rows between ranks #
+
+# trailing sizes and dtypes of the buffers: units of 16 bytes, of 8, of 2, of 1
+BUFFERS = [
+    [((4096,), torch.uint8), ((128,), torch.uint8)],
+    [((48, 2), torch.bfloat16)],
+    [((24,), torch.uint8), ((3,), FP32), ((2,), torch.int64)],
+    [((6,), torch.uint8), ((5,), torch.bfloat16)],
+    [((33,), torch.uint8), ((7,), torch.uint8), ((1,), torch.bool)],
+]
+
+
+def rows_of(kind: list, rows: int, device: str = "cpu") -> list[Tensor]:
+    """Buffers of which every byte is known."""
+    g = torch.Generator().manual_seed(rows)
+    drawn = [
+        torch.randint(2, (rows, *size), generator=g).to(of)
+        if of is torch.bool
+        else torch.randint(100, (rows, *size), generator=g).to(of)
+        for size, of in kind
+    ]
+    return [t.to(device) for t in drawn]
+
+
+def rows_travel(kind: list, rows: int, device: str = "cpu") -> None:
+    """Packed rows, of any order, come apart as they were, in any order."""
+    buffers = rows_of(kind, rows, device)
+    orders = [None, torch.randperm(rows), torch.arange(rows).repeat_interleave(3)]
+    for order in orders if rows else orders[:2]:
+        index = None if order is None else order.to(device)
+        packed = routing.pack_rows(buffers, index)
+        width = sum(t.itemsize * t[:1].numel() for t in rows_of(kind, 1))
+        assert packed.dtype is torch.uint8
+        assert packed.shape == (rows if order is None else len(order), width)
+        want = buffers if index is None else [t[index] for t in buffers]
+        for back in (None, torch.randperm(len(packed)).to(device)):
+            got = routing.unpack_rows(packed, back, buffers)
+            assert all(t.is_contiguous() for t in got)
+            for one, of in zip(got, want):
+                assert_same_bytes(one, of if back is None else of[back], f"{kind} {rows} rows")
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90a"])
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_rows_of_buffers_travel_together(kind: list, arch: str | None):
+    """If false, a token arrives with another's codes or scales."""
+    with contextlib.nullcontext() if arch is None else hopper.emulated(arch):
+        for rows in (0, 1, 37):
+            rows_travel(kind, rows)
+
+
+def pieces_move(counts: list[list[int]], device: str = "cpu") -> None:
+    """Rows by rank, then by expert, are put by expert, then by rank, and back."""
+    tags = [(r, e, i) for r, of in enumerate(counts) for e, n in enumerate(of) for i in range(n)]
+    want = sorted(tags, key=lambda tag: (tag[1], tag[0], tag[2]))
+    by_rank = [n for of in counts for n in of]
+    starts = dict(zip([(r, e) for r, of in enumerate(counts) for e in range(len(of))], by_rank))
+    ends, shifts, before, end = [], [], 0, 0
+    firsts = {}
+    for key, n in starts.items():
+        firsts[key], before = before, before + n
+    for r, e in sorted(starts, key=lambda key: key[::-1]):
+        shifts.append(firsts[r, e] - end)
+        end += starts[r, e]
+        ends.append(end)
+    given = (torch.tensor(t, dtype=torch.int64, device=device) for t in (ends, shifts))
+    order, inverse = (t.tolist() for t in routing.piece_orders(*given, len(tags)))
+    assert [tags[i] for i in order] == want
+    assert [want[i] for i in inverse] == tags
+
+
+COUNTS = [[[3, 0, 2], [1, 4, 0]], [[0, 0], [0, 0]], [[0, 5], [0, 0], [0, 1]], [[1], [2]]]
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90a"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_rows_that_move_in_pieces_come_back(counts: list[list[int]], arch: str | None):
+    """If false, an expert multiplies tokens of another, or a result goes to another token."""
+    with contextlib.nullcontext() if arch is None else hopper.emulated(arch):
+        pieces_move(counts)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experts made of the copies of each token: the definition in PyTorch, or the compiled kernel
-if there is one for the tensors.
+"""Rows of tokens on their way to experts and back, and what experts made of the copies of each
+token: the definition in PyTorch, or the compiled kernel if there is one for the tensors.
 
     combine            out[t] = sum over j of weights[t, j] * rows[back[t, j]]
     combine_backward   drows[back[t, j]] = weights[t, j] * dout[t]
@@ -18,6 +18,8 @@ in an order of its own, which is the same in every call.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -83,3 +85,47 @@ def reference_combine_backward(
         return drows, None
     dots = [(rows.index_select(0, places).to(d.dtype) * d).sum(1) for places in back.unbind(1)]
     return drows, torch.stack(dots, 1).to(weights.dtype)
+
+
+# Rows between ranks #
+
+
+def row_bytes(t: Tensor) -> int:
+    return t.itemsize * math.prod(t.shape[1:])
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """Rows [M, ..] as rows of bytes."""
+    return t.contiguous().view(t.shape[0], math.prod(t.shape[1:])).view(torch.uint8)
+
+
+def pack_rows(buffers: Sequence[Tensor], index: Tensor | None = None) -> Tensor:
+    """Return rows of buffers [M, ..] side by side, uint8 [rows, bytes]; index: which, int64 [rows];
+    None: all, of one buffer as a view."""
+    is_one = len(buffers) == 1
+    if native.is_available_for(buffers[0]) and not (is_one and index is None):
+        return native.pack_rows(buffers, index)
+    packed = as_bytes(buffers[0]) if is_one else torch.cat([*map(as_bytes, buffers)], 1)
+    return packed if index is None else packed.index_select(0, index)
+
+
+def unpack_rows(packed: Tensor, index: Tensor | None, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the buffers of packed rows, or of those of `index`; like: of the same rows' bytes."""
+    is_one = len(like) == 1
+    if native.is_available_for(packed) and not (is_one and index is None):
+        return native.unpack_rows(packed, index, like)
+    packed = packed if index is None else packed.index_select(0, index)
+    parts = [packed] if is_one else packed.split([*map(row_bytes, like)], 1)
+    # a slice of one row is contiguous, and begins at any byte
+    parts = parts if is_one else [t.clone(memory_format=torch.contiguous_format) for t in parts]
+    return [t.view(b.dtype).view(-1, *b.shape[1:]) for t, b in zip(parts, like)]
+
+
+def piece_orders(ends: Tensor, shifts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return where rows go that move in pieces, int64 [rows], and the order back: row r of the
+    piece before `ends` [pieces], which do not decrease, is row r + `shifts` of it."""
+    if native.is_available_for(ends):
+        return native.piece_orders(ends, shifts, rows)
+    places = torch.arange(rows, dtype=torch.int64, device=ends.device)
+    order = places + shifts.index_select(0, torch.searchsorted(ends, places, right=True))
+    return order, torch.empty_like(order).index_copy_(0, order, places)

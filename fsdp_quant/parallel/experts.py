@@ -28,10 +28,11 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE
 from ..linear.routes import sum_of_copies, tokens_of
 from ..ops.capability import is_exact_in_bf16
+from ..ops.routing import row_bytes
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..tensor import torch_compat
 from .sequence import planned_bytes
-from .token_route import TokenRoute, route_tokens, row_bytes
+from .token_route import TokenRoute, route_tokens
 
 TRANSPORTS = ("auto", "codes", "high_precision")
 REMEDY = "take a format whose scales serve one token and are powers of two (mxfp8, fp8_1x128)"

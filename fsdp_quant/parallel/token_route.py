@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ..linear.grouped import sizes_of
 from ..ops.reference import known
+from ..ops.routing import as_bytes, pack_rows, piece_orders, unpack_rows
 from ..tensor import torch_compat
 from ..tensor.agreement import agree
 
@@ -87,18 +87,14 @@ class TokenRoute:
         buffers:  [rows, ..], row-major.
         tokens:   int64, the row of the buffers of each row that is sent; None: they are in order.
         """
-        parts = _as_words(buffers)
-        packed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        packed = packed if tokens is None else packed.index_select(0, tokens)
+        packed = pack_rows(buffers, tokens)
         received = packed.new_empty(sum(self.rows.received), packed.shape[1])
         wait = self._exchange(received, packed, self.rows.received, self.rows.sent)
-        widths, orders = [part.shape[1] for part in parts], self._index[1]  # while rows move
+        order = self._index[1]  # while rows move
 
         def arrived() -> list[Tensor]:
             wait()
-            rows = received.split(widths, 1)
-            rows = [t.index_select(0, orders[0]) if orders else t.contiguous() for t in rows]
-            return [t.view(b.dtype).view(-1, *b.shape[1:]) for t, b in zip(rows, buffers)]
+            return unpack_rows(received, order, buffers)
 
         return arrived
 
@@ -107,9 +103,8 @@ class TokenRoute:
         ranks of their tokens. Return the function that waits for those of this rank's, [M, N]."""
         # no view: users may write in place what FSDP2 hooks
         returned = y.new_empty(sum(self.rows.sent), y.shape[1])
-        (rows, into), orders = _as_words([y, returned]), self._index[1]
-        rows = rows.index_select(0, orders[1]) if orders else rows
-        wait = self._exchange(into, rows, self.rows.sent, self.rows.received)
+        rows = pack_rows([y], self._index[2])
+        wait = self._exchange(as_bytes(returned), rows, self.rows.sent, self.rows.received)
 
         def arrived() -> Tensor:
             wait()
@@ -118,9 +113,10 @@ class TokenRoute:
         return arrived
 
     @functools.cached_property
-    def _index(self) -> tuple[Tensor, list[Tensor]]:
-        """`ends`; the row in the order of ranks of each row by expert, and the other way. The host
-        gives the device where pieces end, in one copy, and waits for nothing."""
+    def _index(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`ends`; the row in the order of ranks of each row by expert, and the other way, or None
+        where these are one order. The host gives the device where pieces end, in one copy, and
+        waits for nothing."""
         arriving, experts = self.rows.arriving, len(self.rows.arriving[0])
         by_rank = [*itertools.accumulate(itertools.chain(*arriving))]
         by_expert = [*itertools.accumulate(itertools.chain(*zip(*arriving)))]
@@ -131,11 +127,9 @@ class TokenRoute:
         is_cuda = device.type == "cuda"
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         pieces, shifts, ends = host.to(device, non_blocking=True).split(sizes)
-        if 1 in (self.ranks, experts):  # both orders are one
-            return ends, []
-        rows = torch.arange(sum(self.rows.received), dtype=torch.int64, device=device)
-        order = rows + shifts.index_select(0, torch.searchsorted(pieces, rows, right=True))
-        return ends, [order, torch.empty_like(order).index_copy_(0, order, rows)]
+        if 1 in (self.ranks, experts):
+            return ends, None, None
+        return ends, *piece_orders(pieces, shifts, sum(self.rows.received))
 
     def _exchange(
         self, into: Tensor, rows: Tensor, arriving: list[int], sent: list[int]
@@ -145,19 +139,6 @@ class TokenRoute:
             return functools.partial(into.copy_, rows)
         work = dist.all_to_all_single(into, rows, arriving, sent, self.group, async_op=True)
         return known(work, "a rank of the group").wait
-
-
-def row_bytes(t: Tensor) -> int:
-    return t.itemsize * math.prod(t.shape[1:])
-
-
-def _as_words(buffers: Sequence[Tensor]) -> list[Tensor]:
-    """Rows [M, ..] as rows of 8-byte words where they can be, which torch copies faster, else of
-    bytes."""
-    rows = [t.contiguous().view(t.shape[0], math.prod(t.shape[1:])) for t in buffers]
-    sizes = [n * t.itemsize for t in rows for n in (t.shape[1], t.storage_offset())]
-    fits = all(size % 8 == 0 for size in sizes)
-    return [t.view(torch.int64 if fits else torch.uint8) for t in rows]
 
 
 def route_tokens(

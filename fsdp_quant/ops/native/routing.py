@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch the sum of a token's rows over its experts, and its backward (`ops.routing`). Mirrors
-csrc/api/combine.cpp."""
+"""Launch the kernels of `ops.routing`. Mirrors csrc/api/combine.cpp and rows.cpp."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,3 +24,15 @@ def combine_backward(
     operands = map(contiguous_aligned, (dout, rows, back, weights))
     drows, dweights = _ops.combine_backward(*operands)
     return drows, None if rows is None else dweights
+
+
+def pack_rows(buffers: Sequence[Tensor], index: Tensor | None) -> Tensor:
+    return _ops.pack_rows(buffers, index)
+
+
+def unpack_rows(packed: Tensor, index: Tensor | None, like: Sequence[Tensor]) -> list[Tensor]:
+    return _ops.unpack_rows(packed, index, like)
+
+
+def piece_orders(ends: Tensor, shifts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return _ops.piece_orders(ends, shifts, rows)
