@@ -88,6 +88,10 @@ def dispatches(rank: int, world: int) -> None:
             check(HybridQuantizer(fmt, fmt), counts_of, number)
         check(HybridQuantizer("mxfp8", "fp8_1x128", "rowwise_dequantized"), counts_of, number)
     check(HybridQuantizer(Quantizer("mxfp8", rounding="stochastic"), "mxfp8"), COUNTS[0], 0)
+    x = tokens_of(rank, COUNTS[2](rank)).requires_grad_()  # a sum's gradient has no strides
+    tokens, route = dispatch_tokens(x, COUNTS[2](rank), group)
+    combine_tokens(2 * tokens, route).sum().backward()
+    laws.assert_same_bytes(x.grad, torch.full_like(x, 2), "of a sum")
     counts = [[3 * r + e + 1 for e in range(world)] for r in range(world)]  # an expert per rank
     x, ends = tokens_of(rank, counts[rank]), torch.tensor(counts[rank]).cumsum(0)
     got, route = dispatch_tokens(x, ends, group)

@@ -1413,21 +1413,29 @@ class Operators:
         refuse(not 1 <= len(buffers) <= 4, f"got {len(buffers)} buffers")
         refuse(any(len(b) != len(buffers[0]) for b in buffers), "rows")
         packed = torch.cat([routing.as_bytes(b) for b in buffers], 1)
-        return packed if index is None else packed[index]
+        return packed if index is None else packed[self._rows_index(index)]
+
+    @staticmethod
+    def _rows_index(index):
+        refuse(index.dtype is not torch.int64 or not index.is_contiguous(), "index is")
+        assert index.numel() == 0 or index.min() >= 0, "a kernel reads before the rows"
+        return index.flatten()
 
     def unpack_rows(self, packed, index, like):
         self.calls.append(Call("unpack_rows", packed.data_ptr()))
         widths = [routing.row_bytes(b) for b in like]
         refuse(packed.dtype is not torch.uint8 or not packed.is_contiguous(), "packed")
         refuse(packed.shape[1:] != (sum(widths),), f"packed rows are {list(packed.shape)}")
-        parts = (packed if index is None else packed[index]).split(widths, 1)
+        packed = packed if index is None else packed[self._rows_index(index)]
+        parts = packed.split(widths, 1)
         shapes = [(len(parts[0]), *b.shape[1:]) for b in like]
         parts = [p.clone(memory_format=torch.contiguous_format) for p in parts]
         return [p.view(b.dtype).view(s) for p, b, s in zip(parts, like, shapes)]
 
     def piece_orders(self, ends, shifts, rows):
         self.calls.append(Call("piece_orders", ends.data_ptr()))
-        refuse(ends.dtype is not torch.int64 or ends.shape != shifts.shape, "ends")
+        for given in (ends, shifts):
+            refuse(given.dtype is not torch.int64 or given.shape != ends.shape, "ends")
         order, inverse = torch.empty(2, rows, dtype=torch.int64)
         start = 0
         for end, shift in zip(ends.tolist(), shifts.tolist()):

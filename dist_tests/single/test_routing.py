@@ -376,6 +376,17 @@ def test_rows_of_buffers_travel_together(kind: list, arch: str | None):
             rows_travel(kind, rows)
 
 
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(()).expand(0, 8), torch.ones(()).expand(1, 1), torch.ones(1, 5).t()],
+    ids=["no rows", "one", "a column"],
+)
+def test_rows_of_any_strides_travel(x: Tensor):
+    """If false, a rank without tokens raises in the backward of a sum, and the others wait."""
+    (got,) = routing.unpack_rows(routing.pack_rows([x]), None, [x])
+    assert_same_bytes(got, x.clone(memory_format=torch.contiguous_format), f"{x.stride()}")
+
+
 def pieces_move(counts: list[list[int]], device: str = "cpu") -> None:
     """Rows by rank, then by expert, are put by expert, then by rank, and back."""
     tags = [(r, e, i) for r, of in enumerate(counts) for e, n in enumerate(of) for i in range(n)]

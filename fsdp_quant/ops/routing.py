@@ -96,7 +96,8 @@ def row_bytes(t: Tensor) -> int:
 
 def as_bytes(t: Tensor) -> Tensor:
     """Rows [M, ..] as rows of bytes."""
-    return t.contiguous().view(t.shape[0], math.prod(t.shape[1:])).view(torch.uint8)
+    cols = math.prod(t.shape[1:])  # tensors of no rows or of one are contiguous with any strides
+    return t.contiguous().as_strided((len(t), cols), (cols, 1)).view(torch.uint8)
 
 
 def pack_rows(buffers: Sequence[Tensor], index: Tensor | None = None) -> Tensor:
