@@ -220,6 +220,27 @@ def uneven(mesh, world: int) -> None:
         net.down(h)
 
 
+def one_column(rank: int, world: int) -> None:
+    """A head of one output, a token per rank: the gradient of a sum has one element, no strides."""
+    mesh = init_device_mesh(harness.DEVICE, (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    head = nn.Linear(D, 1)
+    x = torch.ones(1, 1, D, requires_grad=True)
+    want = head.weight.detach().clone()
+    style = fq.parallel.RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=True
+    )
+    layer = parallelize_module(fq.convert(head, "identity"), mesh, style)
+    layer(x.expand(1, world, D)).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad.flatten(), world * want.flatten()), f"{rank}"
+
+
+def test_a_sum_over_one_element_sends_its_gradient():
+    """If false, the backward of a value head raises where a rank has one token."""
+    run_ranks(2, one_column)
+
+
 def test_collectives_are_the_same_on_every_rank():
     """Otherwise ranks wait for each other for ever: one judges a product, counts a write, or has
     fewer rows, alone."""

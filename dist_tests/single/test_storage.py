@@ -560,3 +560,17 @@ def test_storage_text_names_format_direction_and_shape():
     assert all(part in text for part in ("columnwise", "mxfp8", "[33, 48]")), text
     text = repr(Quantizer("mxfp8").quantize(values(33, 48)))
     assert all(part in text for part in ("rowwise=mxfp8", "columnwise=mxfp8", "[33, 48]")), text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_tensors_of_one_row_or_element_have_any_strides(dtype: torch.dtype):
+    """torch calls them contiguous. If false, a gradient of a sum is not sent, a value is not saved,
+    or codes of one expert are those of another."""
+    x = torch.arange(12).to(dtype).view(2, 6)
+    one, row = torch.ones((), dtype=dtype), x[:1, :3]
+    for t in (one, one.expand(1), one.expand(1, 1), one.expand(0, 8), x[::2, :1], row, x[:1].t()):
+        assert t.is_contiguous()
+        want = t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+        assert torch.equal(layout.flat_bytes(t), want), f"{t.stride()}"
+    joined = layout.adjoining([row, x[:1, 3:]])
+    assert joined is not None and torch.equal(joined, torch.cat([row, x[:1, 3:]]))

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..formats import ROWWISE
+from ..ops.layout import flat_bytes
 from ..storage import rebuild_storage
 from ..tensor import torch_compat
 from ..tensor.model_weights import quantized_weights
@@ -97,7 +98,7 @@ def digest(value: Tensor | str) -> str:
     if isinstance(value, str):
         return hashlib.sha256(value.encode()).hexdigest()[:16]
     text = hashlib.sha256(f"{value.dtype} {list(value.shape)} ".encode())
-    text.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    text.update(flat_bytes(value).numpy().data)
     return text.hexdigest()[:16]
 
 

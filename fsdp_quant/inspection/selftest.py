@@ -32,6 +32,7 @@ from ..gemm import gemm
 from ..ops import extension, reference
 from ..ops.capability import arch_of, gemm_domain, unsupported_reason
 from ..ops.dispatch import Encoded
+from ..ops.layout import flat_bytes
 from ..quantizer import HybridQuantizer, Quantizer
 from ..storage import Storage
 
@@ -108,10 +109,7 @@ def _defined(q: Quantizer, x: Tensor, direction: Direction, key: Tensor) -> Stor
 
 def _difference(storage: Storage, expected: Storage) -> str | None:
     for name, right in expected.buffers().items():
-        left, right = (
-            t.cpu().contiguous().reshape(-1).view(torch.uint8)
-            for t in (storage.buffers()[name], right)
-        )
+        left, right = (flat_bytes(t.cpu()) for t in (storage.buffers()[name], right))
         if left.shape != right.shape:
             return f"{name} has {len(left)} bytes, wanted {len(right)}"
         if count := int((left != right).sum()):

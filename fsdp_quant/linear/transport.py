@@ -28,7 +28,7 @@ from ..encoded_matrix import EncodedMatrix
 from ..formats import ROWWISE, Direction
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
-from ..ops.layout import COMPACT
+from ..ops.layout import COMPACT, flat_bytes
 from ..ops.reference import known
 from ..quantizer import HybridQuantizer
 from ..scaling import reduce_amaxes, share_amaxes
@@ -49,7 +49,7 @@ class _Works:
     ) -> Callable[[], list[Tensor]]:
         """Gather each buffer from every rank: [ranks, *shape]. One launch under NCCL."""
         gathered = [b.new_empty(group.size(), *b.shape) for b in buffers]
-        pairs = [(_bytes(g), _bytes(b)) for g, b in zip(gathered, buffers) if b.numel()]
+        pairs = [(flat_bytes(g), flat_bytes(b)) for g, b in zip(gathered, buffers) if b.numel()]
         works = torch_compat.all_gather_rows(pairs, group) if pairs else []
 
         def wait() -> list[Tensor]:
@@ -98,7 +98,7 @@ class _Functional:
         forward, and gather again in the backward. It sends [1, n], as fx_graph_cse would make it
         the forward's gather of the same codes, and a graph would keep the rows of all ranks."""
         with torch_compat.keep_in_backward(in_backward):
-            sent = [_bytes(b)[None] if in_backward else _bytes(b) for b in buffers]
+            sent = [flat_bytes(b)[None] if in_backward else flat_bytes(b) for b in buffers]
             started = [torch_compat.start_all_gather(b, group) if b.numel() else None for b in sent]
 
         def wait() -> list[Tensor]:
@@ -147,10 +147,6 @@ def count_high_precision_gather(nbytes: int) -> None:
 def start_sum(y: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Start to sum y over ranks; return the function that waits. Eager: the sum replaces y."""
     return transport().all_reduce(y, group) if group.size() > 1 else lambda: y
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(-1).view(torch.uint8)
 
 
 # What ranks share before they encode #

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import PACKINGS, ceil_div
-from .layout import pack, unpack
+from .layout import flat_bytes, pack, unpack
 
 
 def rows_covering(values: Tensor, col0: int, cols: int) -> Tensor:
@@ -41,7 +41,7 @@ def codes_of_run(data: Tensor, bits: int, start: int, numel: int, cols: int) -> 
         return data.new_empty(0, dtype=torch.uint8)
     col0 = start % cols
     if bits >= 8:
-        return data.reshape(-1)[col0 : col0 + numel].contiguous().view(torch.uint8)
+        return flat_bytes(data.reshape(-1)[col0 : col0 + numel])
     codes = unpack(data, bits)[:, :cols].reshape(-1)[col0 : col0 + numel]
     before = start % PACKINGS[bits][0]
     return pack(F.pad(codes, (before, 0)), bits)[

@@ -100,6 +100,12 @@ def operand_format(fmt: Format, layout: str) -> Format:
     return anchored_format(fmt, ANCHOR_RUNS[layout]) if layout in ANCHOR_RUNS else fmt
 
 
+def flat_bytes(t: Tensor) -> Tensor:
+    """uint8 [nbytes] of a tensor's elements in their order; a view if it is contiguous."""
+    t = t.contiguous()  # which tensors of no or of one element are, with any strides
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
 def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
     """torch.cat of tensors [n, ..] as a view, if each begins in memory where the one before ends;
     else None."""
@@ -113,7 +119,8 @@ def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
         ):
             return None
         end += t.numel()
-    return first.as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
+    flat = first.as_strided((end - first.storage_offset(),), (1,))  # one row has any strides
+    return flat.view(sum(map(len, tensors)), *first.shape[1:])
 
 
 def pad_to(x: Tensor, rows: int, cols: int) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from . import native, opaque
+from .layout import flat_bytes
 
 
 def _has_kernel(values: Tensor, weights: Tensor | None) -> bool:
@@ -96,8 +97,7 @@ def row_bytes(t: Tensor) -> int:
 
 def as_bytes(t: Tensor) -> Tensor:
     """Rows [M, ..] as rows of bytes."""
-    cols = math.prod(t.shape[1:])  # tensors of no rows or of one are contiguous with any strides
-    return t.contiguous().as_strided((len(t), cols), (cols, 1)).view(torch.uint8)
+    return flat_bytes(t).view(len(t), row_bytes(t))
 
 
 def pack_rows(buffers: Sequence[Tensor], index: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.files import DIGESTS, digest, sync
+from ..ops.layout import flat_bytes
 
 T = TypeVar("T")
 # Names of the format (safetensors).
@@ -199,11 +200,11 @@ class Writer:
                 f"{place and place[0]}"
             )
         _, path, start = place
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu()
         self._digests[path][name] = digest(tensor)
         with open(path, "r+b") as file:
             file.seek(start)
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            file.write(flat_bytes(tensor).numpy().data)
 
     def finish(self) -> None:
         """Rename the files to their final names. Raises ValueError if a tensor is missing."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-import torch
-
 from ..formats import ROWWISE, Direction
 from ..gemm import StaleWeightError
+from ..ops.layout import flat_bytes
 from .quantized_tensor import QuantizedTensor
 from .weight_state import WeightState, WeightTensor, encode_piece
 
@@ -56,10 +55,7 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
         )
         codes = gathered.narrow(shard.piece.row0, rows)
         for field, buffer in codes.buffers().items():
-            a, b = (
-                t.contiguous().view(torch.uint8).flatten()
-                for t in (buffer, getattr(expected, field))
-            )
+            a, b = (flat_bytes(t) for t in (buffer, getattr(expected, field)))
             if apart := int((a != b).sum()):
                 raise StaleWeightError(
                     f"{state.name}: {apart} of {a.nbytes} bytes of {source.value}.{field}, which a "

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..formats import ROWWISE, Direction
+from ..ops.layout import flat_bytes
 from ..scaling import RowCuts
 from ..storage import Storage
 from .gathered_weight import cuts_of, wire_buffers
@@ -76,7 +77,7 @@ def gathered_codes(managed: ManagedParam) -> QuantizedTensor:
         name, like = f"rowwise_{buffer.name}", zeros.buffers()[buffer.name]
         sent = torch.zeros(buffer.rows * buffer.row_bytes, dtype=torch.uint8, device=local.device)
         if name in shown:
-            mine = shown[name].contiguous().view(torch.uint8).flatten()
+            mine = flat_bytes(shown[name])
             sent[: len(mine)] = mine
         parts = [torch.empty_like(sent) for _ in range(managed.world_size)]
         dist.all_gather(parts, sent, group=managed.process_group)

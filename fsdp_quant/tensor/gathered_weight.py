@@ -14,7 +14,7 @@ from torch import Tensor
 from ..encoded_matrix import BUFFERS
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..ops.dispatch import Encoded
-from ..ops.layout import adjoining
+from ..ops.layout import adjoining, flat_bytes
 from ..scaling import RowCuts
 from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
@@ -349,4 +349,4 @@ def _as_bytes(rows: Tensor, row_bytes: int) -> Tensor:
     """A matrix's rows as uint8 [rows, row_bytes]; a view if they are contiguous."""
     if rows.dtype is torch.uint8 and rows.dim() == 2 and rows.is_contiguous():
         return rows
-    return rows.contiguous().view(torch.uint8).reshape(rows.shape[0], row_bytes)
+    return flat_bytes(rows).view(len(rows), row_bytes)
