@@ -31,6 +31,14 @@ from fsdp_quant.serving import writer
 # Names and structure #
 
 
+def test_a_value_of_any_strides_is_written(tmp_path):
+    """If false, a model with a buffer that is one element of a larger one cannot be saved."""
+    net = converted("mxfp8")
+    net.register_buffer("window", torch.tensor([7.0, 8.0])[::2])
+    fq.export(net, tmp_path)
+    assert read(tmp_path)[0]["window"].tolist() == [7.0]
+
+
 def test_a_format_a_layer_makes_groups(tmp_path):
     """If false, a server decodes one layer by the scheme of another."""
 
