@@ -1022,3 +1022,10 @@ def test_projections_of_one_input_share_its_codes_while_it_is_that():
         assert all(
             layer.runtime.handed_by_input is None for layer in (shared.wq, shared.wk, shared.wv)
         )
+
+
+def test_a_vector_is_multiplied_as_one_row():
+    """If false, a fused MLP refuses what its modules took."""
+    with hopper.emulated():
+        net, x = fq.convert(MLP(), "mxfp8"), values(1, D, seed=4, dtype=BF16)
+        assert_same_bytes(net(x[0]), net(x)[0], "a vector")

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..encoded_matrix import BUFFERS, EncodedMatrix
 from ..formats import ROWWISE, Direction
 from ..ops import opaque
-from ..ops.layout import LAYOUTS, flat_bytes
+from ..ops.layout import LAYOUTS
 from ..storage import Storage, to_layout, to_storage
 from . import torch_compat
 from .storage_pair import StoragePair, name_in_graphs
@@ -258,7 +258,7 @@ class QuantizedTensor(Tensor):
             for direction in Direction:
                 if (matrix := pair.get(direction)) is not None:
                     found |= {t.data_ptr(): t for t in matrix.buffers().values()}
-        return [flat_bytes(t) for t in found.values()]
+        return [t.view(-1).view(torch.uint8) for t in found.values()]
 
     def _aliased(self, shape: Sequence[int] | None = None) -> QuantizedTensor:
         return QuantizedTensor(pair=self._pair, shape=self.shape if shape is None else shape)
