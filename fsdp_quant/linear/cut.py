@@ -62,6 +62,12 @@ class TensorParallel:
             return None
         return SequenceCut.of_local(tuple(x.shape), self.cut_dim, self.group)
 
+    def output_cut(self, shape: tuple[int, ...], name: Name) -> SequenceCut | None:
+        """How the output of `shape` is cut along the sequence; None: a rank has all rows."""
+        if self.gathered_slot != "grad_output":
+            return None
+        return SequenceCut.of_whole(shape, self.cut_dim, self.group, name)
+
     def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
         """`roles.slot_ids` of a layer whose `cut_slot` has columns of this rank alone.
 

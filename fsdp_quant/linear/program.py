@@ -103,9 +103,8 @@ def forward(
     plan, axis, resolved = call.plan, call.axis, call.plan.resolved(x.dtype, x.device)
     x_shape = x.shape if shared is None else shared.input.cut.whole_shape
     shape = (*x_shape[:-1], weight.shape[0])
-    cut = None
-    if axis is not None and axis.gathered_slot == "grad_output":
-        cut = SequenceCut.of_whole(shape, axis.cut_dim, axis.group, call.described("output"))
+    cut = None if axis is None else axis.output_cut(shape, call.described("output"))
+    if cut is not None:
         call.check_travels("grad_output", Direction if call.grad else (), cut)
     statistics: dict[Direction, Statistics] = {}
     if shared is None:
