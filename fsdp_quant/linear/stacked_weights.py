@@ -232,12 +232,14 @@ def _stacked_two_level(
     first, experts = storages[0], len(storages)
     rows, cols = first.shape
     if first.direction is COLUMNWISE:
-        data = list(native.transpose_stack(data, first.shape, first.fmt.bits).unbind())
+        codes = native.transpose_stack(data, first.shape, first.fmt.bits)
         scales, rows, cols = [s.t() for s in scales], cols, rows
+    else:
+        codes = stacked(data)
     amaxes = torch.cat([s.tensor_amax for s in storages if s.tensor_amax is not None])
     view = (experts, rows, cols), (rows * cols, cols, 1)
     buffers = [
-        stacked(data).view(-1, data[0].shape[1]),
+        codes.view(-1, codes.shape[-1]),
         torch.stack(scales).view(-1, scales[0].shape[1]),
         amaxes,
     ]
