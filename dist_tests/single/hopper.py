@@ -1412,7 +1412,7 @@ class Operators:
         self.calls.append(Call("pack_rows", buffers[0].data_ptr()))
         refuse(not 1 <= len(buffers) <= 4, f"got {len(buffers)} buffers")
         refuse(any(len(b) != len(buffers[0]) for b in buffers), "rows")
-        packed = torch.cat([routing.as_bytes(b) for b in buffers], 1)
+        packed = torch.cat([layout.rows_of_bytes(b) for b in buffers], 1)
         return packed if index is None else packed[self._rows_index(index)]
 
     @staticmethod
@@ -1423,7 +1423,7 @@ class Operators:
 
     def unpack_rows(self, packed, index, like):
         self.calls.append(Call("unpack_rows", packed.data_ptr()))
-        widths = [routing.row_bytes(b) for b in like]
+        widths = [layout.row_bytes(b) for b in like]
         refuse(packed.dtype is not torch.uint8 or not packed.is_contiguous(), "packed")
         refuse(packed.shape[1:] != (sum(widths),), f"packed rows are {list(packed.shape)}")
         packed = packed if index is None else packed[self._rows_index(index)]

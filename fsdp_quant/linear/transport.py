@@ -98,7 +98,7 @@ class _Functional:
         forward, and gather again in the backward. It sends [1, n], as fx_graph_cse would make it
         the forward's gather of the same codes, and a graph would keep the rows of all ranks."""
         with torch_compat.keep_in_backward(in_backward):
-            flat = [b.view(-1).view(torch.uint8) for b in buffers]  # no strides in graphs
+            flat = [b.view(-1).view(torch.uint8) for b in buffers]  # a graph has no strides of ours
             sent = [b[None] if in_backward else b for b in flat]
             started = [torch_compat.start_all_gather(b, group) if b.numel() else None for b in sent]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from math import prod
 from typing import Final
 
 import torch
@@ -104,6 +105,17 @@ def flat_bytes(t: Tensor) -> Tensor:
     """uint8 [nbytes] of a tensor's elements in their order; a view if it is contiguous."""
     t = t.contiguous()  # which tensors of no or of one element are, with any strides
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
+def row_bytes(t: Tensor) -> int:
+    return t.itemsize * prod(t.shape[1:])
+
+
+def rows_of_bytes(t: Tensor) -> Tensor:
+    """Rows [M, ..] as uint8 [M, bytes]; a view if they are contiguous."""
+    if t.dtype is torch.uint8 and t.dim() == 2 and t.is_contiguous():
+        return t
+    return flat_bytes(t).view(len(t), row_bytes(t))
 
 
 def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -18,14 +18,13 @@ in an order of its own, which is the same in every call.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import native, opaque
-from .layout import flat_bytes
+from .layout import row_bytes, rows_of_bytes
 
 
 def _has_kernel(values: Tensor, weights: Tensor | None) -> bool:
@@ -91,22 +90,13 @@ def reference_combine_backward(
 # Rows between ranks #
 
 
-def row_bytes(t: Tensor) -> int:
-    return t.itemsize * math.prod(t.shape[1:])
-
-
-def as_bytes(t: Tensor) -> Tensor:
-    """Rows [M, ..] as rows of bytes."""
-    return flat_bytes(t).view(len(t), row_bytes(t))
-
-
 def pack_rows(buffers: Sequence[Tensor], index: Tensor | None = None) -> Tensor:
     """Return rows of buffers [M, ..] side by side, uint8 [rows, bytes]; index: which, int64 [rows];
     None: all, of one buffer as a view."""
     is_one = len(buffers) == 1
     if native.is_available_for(buffers[0]) and not (is_one and index is None):
         return native.pack_rows(buffers, index)
-    packed = as_bytes(buffers[0]) if is_one else torch.cat([*map(as_bytes, buffers)], 1)
+    packed = rows_of_bytes(buffers[0]) if is_one else torch.cat([*map(rows_of_bytes, buffers)], 1)
     return packed if index is None else packed.index_select(0, index)
 
 
@@ -116,9 +106,10 @@ def unpack_rows(packed: Tensor, index: Tensor | None, like: Sequence[Tensor]) ->
     if native.is_available_for(packed) and not (is_one and index is None):
         return native.unpack_rows(packed, index, like)
     packed = packed if index is None else packed.index_select(0, index)
-    parts = [packed] if is_one else packed.split([*map(row_bytes, like)], 1)
-    # a slice of one row is contiguous, and begins at any byte
-    parts = parts if is_one else [t.clone(memory_format=torch.contiguous_format) for t in parts]
+    parts = [packed]
+    if not is_one:  # a slice of one row is contiguous, and begins at any byte
+        slices = packed.split([*map(row_bytes, like)], 1)
+        parts = [t.clone(memory_format=torch.contiguous_format) for t in slices]
     return [t.view(b.dtype).view(-1, *b.shape[1:]) for t, b in zip(parts, like)]
 
 

@@ -28,7 +28,7 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE
 from ..linear.routes import sum_of_copies, tokens_of
 from ..ops.capability import is_exact_in_bf16
-from ..ops.routing import row_bytes
+from ..ops.layout import row_bytes
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..tensor import torch_compat
 from .sequence import planned_bytes

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..linear.grouped import sizes_of
+from ..ops.layout import rows_of_bytes
 from ..ops.reference import known
-from ..ops.routing import as_bytes, pack_rows, piece_orders, unpack_rows
+from ..ops.routing import pack_rows, piece_orders, unpack_rows
 from ..tensor import torch_compat
 from ..tensor.agreement import agree
 
@@ -104,7 +105,7 @@ class TokenRoute:
         # no view: users may write in place what FSDP2 hooks
         returned = y.new_empty(sum(self.rows.sent), y.shape[1])
         rows = pack_rows([y], self._index[2])
-        wait = self._exchange(as_bytes(returned), rows, self.rows.sent, self.rows.received)
+        wait = self._exchange(rows_of_bytes(returned), rows, self.rows.sent, self.rows.received)
 
         def arrived() -> Tensor:
             wait()

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..encoded_matrix import BUFFERS
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..ops.dispatch import Encoded
-from ..ops.layout import adjoining, flat_bytes
+from ..ops.layout import adjoining, rows_of_bytes
 from ..scaling import RowCuts
 from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
@@ -299,7 +299,7 @@ class GatheredWeight:
 
         encoded:  codes of each matrix with rows on this rank.
         """
-        fields = [_as_bytes(getattr(e, buffer.name), buffer.row_bytes) for e in encoded]
+        fields = [rows_of_bytes(getattr(e, buffer.name)) for e in encoded]
         rows = adjoining(fields) if fields else None
         if rows is not None and len(rows) == buffer.rows:
             return rows, []
@@ -343,10 +343,3 @@ def cuts_and_rank(managed: ManagedParam | None, rows: int) -> tuple[RowCuts, int
 def viewed_as(target: Tensor, source: Tensor) -> Tensor:
     """Bytes in the dtype and shape of a buffer; values as they are."""
     return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
-
-
-def _as_bytes(rows: Tensor, row_bytes: int) -> Tensor:
-    """A matrix's rows as uint8 [rows, row_bytes]; a view if they are contiguous."""
-    if rows.dtype is torch.uint8 and rows.dim() == 2 and rows.is_contiguous():
-        return rows
-    return flat_bytes(rows).view(len(rows), row_bytes)
