@@ -31,6 +31,7 @@ TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
   for (const auto add :
        {register_encoding, register_quantize, register_anchored, register_multi_tensor, register_layout, register_gemm,
         register_grouped_gemm, register_norm, register_combine, register_rows, register_optim, register_pieces, register_gradients,
-        step::register_plan, step::register_slots, step::register_weight, step::register_linear, step::register_grouped, step::register_activate})
+        step::register_plan, step::register_slots, step::register_weight, step::register_linear, step::register_grouped,
+        step::register_activate})
     add(m);
 }

@@ -20,7 +20,7 @@ int64_t row_bytes(const at::Tensor& t) {
 
 class Gather {
  public:
-  // rows: that are written. index: of the rows that are read, of `source_rows`.
+  // index: which of `source_rows` are read, one for each row that is written; without it all are.
   Gather(const at::Tensor& like, const MaybeTensor& index, int64_t source_rows) {
     check_cuda(like, "the rows");
     args_.rows = source_rows;

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -389,18 +390,13 @@ def test_rows_of_any_strides_travel(x: Tensor):
 
 def pieces_move(counts: list[list[int]], device: str = "cpu") -> None:
     """Rows by rank, then by expert, are put by expert, then by rank, and back."""
-    tags = [(r, e, i) for r, of in enumerate(counts) for e, n in enumerate(of) for i in range(n)]
+    sizes = {(r, e): n for r, of in enumerate(counts) for e, n in enumerate(of)}
+    tags = [(r, e, i) for (r, e), n in sizes.items() for i in range(n)]
     want = sorted(tags, key=lambda tag: (tag[1], tag[0], tag[2]))
-    by_rank = [n for of in counts for n in of]
-    starts = dict(zip([(r, e) for r, of in enumerate(counts) for e in range(len(of))], by_rank))
-    ends, shifts, before, end = [], [], 0, 0
-    firsts = {}
-    for key, n in starts.items():
-        firsts[key], before = before, before + n
-    for r, e in sorted(starts, key=lambda key: key[::-1]):
-        shifts.append(firsts[r, e] - end)
-        end += starts[r, e]
-        ends.append(end)
+    ends_by_rank = dict(zip(sizes, itertools.accumulate(sizes.values())))
+    by_expert = sorted(sizes, key=lambda piece: piece[::-1])
+    ends = [*itertools.accumulate(sizes[piece] for piece in by_expert)]
+    shifts = [ends_by_rank[piece] - end for piece, end in zip(by_expert, ends)]
     given = (torch.tensor(t, dtype=torch.int64, device=device) for t in (ends, shifts))
     order, inverse = (t.tolist() for t in routing.piece_orders(*given, len(tags)))
     assert [tags[i] for i in order] == want
