@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes of an expert layer in eager mode: grouped tokens, one weight matrix per group.
+// Passes of an expert layer: grouped tokens, one weight matrix per group.
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -12,6 +13,7 @@
 #include "api/grouped_gemm.h"
 #include "api/norm.h"
 #include "step/slots.h"
+#include "step/weight.h"
 
 namespace fsdp_quant::step {
 
@@ -180,9 +182,120 @@ at::Tensor grouped_wgrad(const at::Tensor& dy, at::TensorList codes, const at::T
   return dw;
 }
 
+// int64 [1] of the host, to which `token_groups` writes (linear/bad_splits.py).
+at::Tensor bad_splits_flag() {
+  static auto* const flag = new at::Tensor(at::zeros({1}, at::TensorOptions(at::kLong).pinned_memory(true)));
+  return *flag;
+}
+
+// In compiled graphs: the operators of linear/grouped_ops.py, with the encoding of the weights.
+
+// `_Spec` of linear/grouped_ops.py.
+struct ExpertsSpec {
+  int64_t experts, n, k;
+  bool transposed, counts, save;
+  int64_t plan, weight_plan;  // -1: the operators are Python functions
+  bool round_to_bf16, turns_wgrad;
+
+  explicit ExpertsSpec(at::IntArrayRef f)
+      : experts(f[0]), n(f[1]), k(f[2]), transposed(f[4] != 0), counts(f[6] != 0), save(f[7] != 0), plan(f[8]), weight_plan(f[9]),
+        round_to_bf16(f[10] != 0), turns_wgrad(f[11] != 0) {}
+
+  // Else Python functions run. key: of the graph's plan; numbers are of the process that traced it.
+  bool is_native(c10::string_view key, at::TensorList weights, at::TensorList factors) const {
+    return plan >= 0 && plan_of(plan).key == key && factors.empty() && weights.size() == 1 && weights[0].dim() == 3 &&
+           weights[0].is_contiguous();
+  }
+
+  MaybeTensor new_guard(const at::Tensor& like) const {
+    if (!counts) return {};
+    const at::Tensor guard = new_empty(like, {kGemms, 2}, at::kFloat);
+    C10_CUDA_CHECK(cudaMemsetAsync(guard.mutable_data_ptr(), 0, guard.nbytes(), c10::cuda::getCurrentCUDAStream()));
+    return guard;
+  }
+};
+
+template <class... Args>
+std::vector<at::Tensor> in_python(const char* op, const Args&... args) {
+  torch::jit::Stack stack;
+  (stack.emplace_back(args), ...);
+  c10::Dispatcher::singleton().findSchemaOrThrow(op, "").redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  return stack.back().toTensorVector();
+}
+
+// Quantizes weights [E, N, K] ([E, K, N] if `s` says so) to the operand that a pass multiplies: [E, outer, contraction] and scales.
+GemmOperand stacked_operand(const ExpertsSpec& s, const at::Tensor& weight, Direction d) {
+  const OperandSpec& r = plan_of(s.plan).operand_specs[kWeight][d];
+  if (!r.is_quantized()) return {s.transposed ? weight.transpose(1, 2) : weight};
+  const bool row = (d == kRowwise) != s.transposed;  // the plan of transposed weights encodes each direction as the other
+  const std::vector<at::Tensor> buffers = linear_weight(weight, s.weight_plan, row, !row, s.round_to_bf16, {}, {});
+  size_t at = 0;
+  const Encoded codes = next_encoded(buffers, at, r);
+  if (!r.spec.two_level()) return {codes.data, codes.scale.flatten()};
+  const GemmOperand o = grouped_operand(r, codes);  // columnwise, matrices are side by side, each from a tile
+  if (d == kRowwise) return {o.data.view({s.experts, s.n, s.k}), o.scale->flatten()};
+  const int64_t pitch = ceil_div(s.n, kTile) * kTile;
+  return {o.data.as_strided({s.experts, s.k, s.n}, {pitch, o.data.size(1), 1}), o.scale->flatten()};
+}
+
+std::vector<at::Tensor> experts(
+    const at::Tensor& x, const MaybeTensor& tokens, const at::Tensor& ends, at::TensorList weights, at::TensorList biases,
+    const MaybeTensor& shares, c10::string_view key, at::IntArrayRef spec, const MaybeTensor& step, at::TensorList ids,
+    at::TensorList factors) {
+  const ExpertsSpec s(spec);
+  if (!s.is_native(key, weights, factors) || biases.size() > 1)
+    return in_python("fsdp_quant::experts", x, tokens, ends, weights, biases, shares, key, spec, step, ids, factors);
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard device(x.device());
+  const MaybeTensor guard = s.new_guard(x);
+  const GemmOperand weight = stacked_operand(s, weights[0], kRowwise);
+  MaybeTensor bias;
+  if (!biases.empty())
+    bias = biases[0].is_contiguous() && is_aligned(biases[0].const_data_ptr(), 16) ? biases[0] : biases[0].clone(at::MemoryFormat::Contiguous);
+  std::vector<at::Tensor> result = grouped_step(x, ends.contiguous(), weight.data, weight.scale, s.plan, s.save, guard, bias,
+                                                bad_splits_flag(), 0, {}, {}, step, ids, tokens, shares);
+  if (result.size() > 4) result[3] = result[3].view({result[2].size(0), -1});  // with amaxes of tensors
+  if (guard.has_value()) result.push_back(*guard);
+  return result;
+}
+
+std::vector<at::Tensor> experts_backward(
+    const at::Tensor& given, const MaybeTensor& tokens, at::TensorList saved, at::TensorList weights, at::TensorList swiglu,
+    c10::string_view key, at::IntArrayRef spec, const c10::List<bool>& needs, const MaybeTensor& step, at::TensorList ids,
+    at::TensorList factors) {
+  const ExpertsSpec s(spec);
+  const bool need_x = needs[0], need_w = needs[1], need_last = needs[2];
+  if (!s.is_native(key, weights, factors) || !(need_x || need_w) || (need_last && swiglu.empty()))
+    return in_python("fsdp_quant::experts_backward", given, tokens, saved, weights, swiglu, key, spec, needs, step, ids, factors);
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard device(given.device());
+  const at::Tensor dy = given.contiguous(), tables = saved[0];
+  const MaybeTensor guard = s.new_guard(dy);
+  std::optional<GemmOperand> weight;
+  if (need_x) weight = stacked_operand(s, weights[0], kColumnwise);
+  const std::vector<at::Tensor> of_dy =
+      grouped_dgrad(dy, tables, s.experts, weight ? MaybeTensor(weight->data) : std::nullopt, weight ? weight->scale : std::nullopt, need_w,
+                    s.plan, guard, {}, {}, step, ids, swiglu, tokens);
+  weight.reset();  // before dw is allocated
+  std::vector<at::Tensor> result;
+  if (need_x) result.push_back(of_dy[0]);
+  if (need_w) {
+    const bool turned = s.transposed && s.turns_wgrad;
+    const at::Tensor dw = grouped_wgrad(dy, at::TensorList(of_dy).slice(2), tables, s.experts, saved.slice(1), s.plan, guard, {}, step,
+                                        ids, turned);
+    result.push_back(s.transposed && !turned ? dw.transpose(1, 2).contiguous() : dw);
+  }
+  if (need_last) result.push_back(of_dy[1]);
+  if (guard.has_value()) result.push_back(*guard);
+  return result;
+}
+
 }  // namespace
 
 void register_grouped(torch::Library& m) {
+  m.def("bad_splits_flag() -> Tensor", bad_splits_flag);
+  m.impl("experts", torch::dispatch(c10::DispatchKey::CUDA, experts));
+  m.impl("experts_backward", torch::dispatch(c10::DispatchKey::CUDA, experts_backward));
   // Eager mode only, as linear_step.
   m.def(
       "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor? weight_scale, int plan, bool save, Tensor? guard, "

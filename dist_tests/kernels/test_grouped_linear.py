@@ -651,7 +651,11 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
     ends, x = ends.new_tensor([256, 512, 512, 1024]), laws.values(1024, K).cuda()
     plan, shape = module.first.plan, (4, N, K)
     in_one = program.unsupported_reason(plan.of_groups, BF16, x.device, shape) is None
+    plan = plan.of_groups if in_one else plan
     spec = grouped_ops._Spec(*shape, in_one, False, False, True, True)
+    if in_one:
+        spec = spec.with_step(plan, BF16, module.weight)
+        assert spec.step >= 0
     step, ids = STEP.on(x.device), [layer.runtime.ids_on(x.device) for layer in module.layers]
     arguments = x, None, ends, [module.weight.detach()], [], None, plan.key, spec, step, ids, []
     real, fake = grouped_ops._experts(*arguments), grouped_ops._fake_forward(*arguments)

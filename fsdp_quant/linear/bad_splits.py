@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import extension, native
 from ..tensor import torch_compat
 
 BAD_SPLITS = (
@@ -48,9 +49,11 @@ _WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; the first
 def bad_splits_flag() -> Tensor:
     """int64 [1] of the host that devices write: tag << 32 | rows of the last malformed call."""
     if not _WRONG:
-        of_host = {"dtype": torch.int64, "device": "cpu", "pin_memory": torch.cuda.is_available()}
         with torch_compat.outside_modes():
-            flag = torch.zeros(1, **of_host)
+            if extension.is_loaded() and torch.cuda.is_available():
+                flag = native.bad_splits_flag()
+            else:
+                flag = torch.zeros(1, dtype=torch.int64, device="cpu")
         _WRONG.append((flag, ctypes.c_int64.from_address(flag.data_ptr())))
     return _WRONG[0][0]
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in compiled graphs: two operators, into which no compiler looks, run `GroupedCall`.
+"""Experts in compiled graphs: two operators, into which no compiler looks, run `GroupedCall`; on a
+GPU one native call each (csrc/step/grouped.cpp), which quantizes values of packed weights besides.
 
 So graphs have the bits of eager mode. State comes in as tensors; amaxes and counts of the guard are
 results, which functional operators of the graph record. The backward quantizes values of weights
@@ -21,6 +22,7 @@ from ..encoded_matrix import has_tensor_amax
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import dispatch, native, opaque
 from ..ops.capability import arch_of
+from ..ops.reference import known
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -32,7 +34,14 @@ from .plan import GemmPlan, plan_of
 from .program import check_histories
 from .routes import Around, Routes, tokens_of
 from .routes import dispatch as dispatch_tokens
-from .stacked_weights import StackedWeight, gathered_codes, read_as, stack_of_codes, weight_of_codes
+from .stacked_weights import (
+    Coding,
+    StackedWeight,
+    gathered_codes,
+    read_as,
+    stack_of_codes,
+    weight_of_codes,
+)
 
 
 class _Spec(NamedTuple):
@@ -44,6 +53,8 @@ class _Spec(NamedTuple):
     is_gathered:    a packed weight is codes.
     counts:         products return what they lost.
     save:           the backward needs x.
+    step, of_weight, rounds, turns:  of native calls: number of the compiled step, `Coding` of the
+                    weights, and `GemmPlan.turns_wgrad`; -1: Python functions run.
     """
 
     experts: int
@@ -54,6 +65,22 @@ class _Spec(NamedTuple):
     is_gathered: int
     counts: int
     save: int
+    step: int = -1
+    of_weight: int = -1
+    rounds: int = 0
+    turns: int = 0
+
+    def with_step(self, plan: GemmPlan, dtype: torch.dtype, weight: Tensor) -> _Spec:
+        """Return this of a weight that a native call quantizes as it is stored."""
+        stored, transposed = weight.dtype, bool(self.transposed)
+        coding = Coding.of(plan, dtype, stored, weight.device, transposed)
+        formats = [plan.operand("weight", d) for d in Direction]
+        is_plain = stored is dtype or all(f.is_quantized and not f.tensor_scale for f in formats)
+        if coding.dtype is not stored or coding.is_turned is not transposed or not is_plain:
+            return self
+        step = known(plan.resolved(dtype, weight.device).call, "the compiled step")
+        flags = int(coding.rounds), int(plan.turns_wgrad)
+        return _Spec(*self[:8], step, coding.call, *flags)
 
     def weights(
         self,
@@ -69,14 +96,14 @@ class _Spec(NamedTuple):
             return [t.mT for t in tensors] if self.transposed else tensors, None
         codes = tensors, direction, (self.experts, self.n, self.k)
         together = multiplied and self.in_one
-        stack = stack_of_codes(*codes, plan.of_groups, dtype) if together else None
+        stack = stack_of_codes(*codes, plan, dtype) if together else None
         return (tensors, stack) if stack else ([weight_of_codes(*codes, plan, dtype)], None)
 
 
 class TracedCall(NamedTuple):
     """`GroupedCall` in a graph that is traced: its passes are the operators below.
 
-    plan:        of each expert.
+    plan:        of one product for all experts, or of each expert.
     records:     amaxes are recorded.
     step, ids:   of random bits: int64 [5], and [3] per expert; None and []: not read.
     guards:      fp32 [3, 2], what products of each pass lost; []: they are not watched.
@@ -200,11 +227,14 @@ def traced_experts(
     if routes and not (in_one and reads_routes(of_groups, x)):
         x, routes = dispatch_tokens(x, *routes), ()
     of_one = of_groups if in_one else None
-    guards = guards if (of_one or of_expert).resolved(x.dtype, x.device).is_watched else []
+    plan_of_call = of_one or of_expert
+    guards = guards if plan_of_call.resolved(x.dtype, x.device).is_watched else []
     flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
+    if in_one and first.dim() == 3 and not (is_gathered or decodes):
+        spec = spec.with_step(of_groups, x.dtype, first)
     tokens = tokens_of(*routes) if routes else None
-    call = TracedCall(of_expert, spec, records, step, ids, guards, factors, histories, tokens)
+    call = TracedCall(plan_of_call, spec, records, step, ids, guards, factors, histories, tokens)
     return run_experts(call, of_one, x, ends, weights, biases, routes, Around(*around))
 
 
@@ -236,8 +266,7 @@ def _call_of(
     if spec.counts:
         guard = x.new_zeros((3, 2), dtype=torch.float32)
         written.append(guard)
-    of_plan = plan.of_groups if spec.in_one else plan
-    call = Call(of_plan, bool(spec.save), step, None, None, guard, guard, *by_slot)
+    call = Call(plan, bool(spec.save), step, None, None, guard, guard, *by_slot)
     return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one), 0, tokens), written
 
 
@@ -261,7 +290,7 @@ def _run_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids
 
 
 def _fake_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids, factors):
-    plan, spec = plan_of(plan).of_groups, _Spec(*spec)
+    plan, spec = plan_of(plan), _Spec(*spec)
     rows = (x if tokens is None else tokens).shape[0]
     outputs = [x.new_empty(rows, spec.n)]
     if spec.in_one:

@@ -139,10 +139,10 @@ def _encoder(
     layouts = plan.resolved(dtype, device).layouts["weight"]
     formats = {d: plan.operand("weight", d) for d in directions}
     takes = {d: _taking(f, layouts[d], d, shape) for d, f in formats.items() if f.is_quantized}
-    coder = _coder(plan, list(takes), dtype, stored, device, transposed) if takes else None
+    coding = Coding.of(plan, dtype, stored, device, transposed, list(takes)) if takes else None
 
     def encode(values: Tensor, *delayed: Sequence[Tensor]) -> dict[Direction, StackedWeight]:
-        buffers = iter(coder(values, *delayed) if coder else ())
+        buffers = iter(coding.encode(values, list(takes), *delayed) if coding else ())
         stacks = {d: take(buffers) for d, take in takes.items()}
         if len(takes) < len(directions):
             rows = values if transposed else native.rows_of(values)
@@ -153,36 +153,50 @@ def _encoder(
     return encode
 
 
-def _coder(
-    plan: GemmPlan,
-    coded: Sequence[Direction],
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    device: torch.device,
-    transposed: bool,
-) -> Callable[..., Sequence[Tensor]]:
-    """Return the call that quantizes the values of all matrices."""
-    turned = plan.turned(dtype, device) if transposed else None
-    call = plan.resolved(dtype, device).call if turned is None else turned
-    if call is None:
-        raise ValueError("the plan of packed experts has no compiled step")
-    compute_dtype = plan.compute_dtype or stored
-    two_level = any(plan.operand("weight", d).tensor_scale for d in coded)
-    is_rounded = stored is torch.float32 and compute_dtype is torch.bfloat16 and not two_level
-    seen_dtype = stored if is_rounded else compute_dtype
-    row, col = ROWWISE in coded, COLUMNWISE in coded
+class Coding(NamedTuple):
+    """How one call of `native.linear_weight` quantizes the values of all matrices.
 
-    def codes(
-        values: Tensor, factors: Sequence[Tensor], histories: Sequence[Tensor]
+    call:      number of the compiled step.
+    rounds:    it rounds the values to bf16 first.
+    dtype:     in which it is given them.
+    is_turned: the step is `GemmPlan.turned`.
+    """
+
+    call: int
+    rounds: bool
+    dtype: torch.dtype
+    is_turned: bool
+
+    @staticmethod
+    def of(
+        plan: GemmPlan,
+        dtype: torch.dtype,
+        stored: torch.dtype,
+        device: torch.device,
+        transposed: bool,
+        directions: Sequence[Direction] = tuple(Direction),
+    ) -> Coding:
+        """Return that of values of dtype `stored`. dtype: of the activations."""
+        turned = plan.turned(dtype, device) if transposed else None
+        call = plan.resolved(dtype, device).call if turned is None else turned
+        if call is None:
+            raise ValueError("the plan of packed experts has no compiled step")
+        seen = plan.compute_dtype or stored
+        two_level = any(plan.operand("weight", d).tensor_scale for d in directions)
+        rounds = stored is torch.float32 and seen is torch.bfloat16 and not two_level
+        return Coding(call, rounds, stored if rounds else seen, turned is not None)
+
+    def encode(
+        self, values: Tensor, coded: Sequence[Direction], *delayed: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        values = values if values.dtype is seen_dtype else values.to(seen_dtype)
-        if turned is None:
-            delayed = list(factors), list(histories)
-            return native.linear_weight(values, call, row, col, is_rounded, *delayed)
-        by_direction = codes_of_transposed(values, turned, coded, is_rounded)
-        return [t for d in coded for t in by_direction[d]]
-
-    return codes
+        values = values if values.dtype is self.dtype else values.to(self.dtype)
+        if self.is_turned:
+            of = codes_of_transposed(values, self.call, coded, self.rounds)
+            return [t for d in coded for t in of[d]]
+        row, col = ROWWISE in coded, COLUMNWISE in coded
+        return native.linear_weight(
+            values, self.call, row, col, self.rounds, *(list(of_slot) for of_slot in delayed)
+        )
 
 
 def _taking(

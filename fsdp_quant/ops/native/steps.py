@@ -62,6 +62,11 @@ def grouped_step(
     return y, TokenGroups(tables, ends.shape[0]), saved
 
 
+def bad_splits_flag() -> Tensor:
+    """Return int64 [1] of pinned memory, to which steps in graphs report malformed ends."""
+    return _ops.bad_splits_flag()
+
+
 def grouped_dgrad(
     dy: Tensor,
     groups: TokenGroups,
