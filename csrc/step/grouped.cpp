@@ -193,18 +193,19 @@ at::Tensor bad_splits_flag() {
 // `_Spec` of linear/grouped_ops.py.
 struct ExpertsSpec {
   int64_t experts, n, k;
-  bool transposed, counts, save;
+  bool transposed, gathered, counts, save;
   int64_t plan, weight_plan;  // -1: the operators are Python functions
   bool round_to_bf16, turns_wgrad;
 
   explicit ExpertsSpec(at::IntArrayRef f)
-      : experts(f[0]), n(f[1]), k(f[2]), transposed(f[4] != 0), counts(f[6] != 0), save(f[7] != 0), plan(f[8]), weight_plan(f[9]),
-        round_to_bf16(f[10] != 0), turns_wgrad(f[11] != 0) {}
+      : experts(f[0]), n(f[1]), k(f[2]), transposed(f[4] != 0), gathered(f[5] != 0), counts(f[6] != 0), save(f[7] != 0),
+        plan(f[8]), weight_plan(f[9]), round_to_bf16(f[10] != 0), turns_wgrad(f[11] != 0) {}
 
   // Else Python functions run. key: of the graph's plan; numbers are of the process that traced it.
   bool is_native(c10::string_view key, at::TensorList weights, at::TensorList factors) const {
-    return plan >= 0 && plan_of(plan).key == key && factors.empty() && weights.size() == 1 && weights[0].dim() == 3 &&
-           weights[0].is_contiguous();
+    if (plan < 0 || plan_of(plan).key != key || !factors.empty()) return false;
+    if (gathered) return weights.size() == 2 && weights[0].storage().nbytes() > 0;  // else FSDP has freed them
+    return weights.size() == 1 && weights[0].dim() == 3 && weights[0].is_contiguous();
   }
 
   MaybeTensor new_guard(const at::Tensor& like) const {
@@ -223,9 +224,16 @@ std::vector<at::Tensor> in_python(const char* op, const Args&... args) {
   return stack.back().toTensorVector();
 }
 
-// Quantizes weights [E, N, K] ([E, K, N] if `s` says so) to the operand that a pass multiplies: [E, outer, contraction] and scales.
-GemmOperand stacked_operand(const ExpertsSpec& s, const at::Tensor& weight, Direction d) {
+// The operand [E, outer, contraction] that a pass multiplies, and its scales, of values [E, N, K] ([E, K, N] if `s` says so), or of
+// gathered codes [E * N, K] and scales of one level.
+GemmOperand stacked_operand(const ExpertsSpec& s, at::TensorList weights, Direction d) {
   const OperandSpec& r = plan_of(s.plan).operand_specs[kWeight][d];
+  const at::Tensor& weight = weights[0];
+  if (s.gathered) {
+    Encoded codes = {weight.unflatten(0, {s.experts, -1}), weights[1].unflatten(0, {s.experts, -1})};
+    anchor(codes, r, d, s.n, s.k);
+    return {codes.data, codes.scale.flatten()};
+  }
   if (!r.is_quantized()) return {s.transposed ? weight.transpose(1, 2) : weight};
   const bool row = (d == kRowwise) != s.transposed;  // the plan of transposed weights encodes each direction as the other
   const std::vector<at::Tensor> buffers = linear_weight(weight, s.weight_plan, row, !row, s.round_to_bf16, {}, {});
@@ -248,7 +256,7 @@ std::vector<at::Tensor> experts(
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(x.device());
   const MaybeTensor guard = s.new_guard(x);
-  const GemmOperand weight = stacked_operand(s, weights[0], kRowwise);
+  const GemmOperand weight = stacked_operand(s, weights, kRowwise);
   MaybeTensor bias;
   if (!biases.empty())
     bias = biases[0].is_contiguous() && is_aligned(biases[0].const_data_ptr(), 16) ? biases[0] : biases[0].clone(at::MemoryFormat::Contiguous);
@@ -272,7 +280,7 @@ std::vector<at::Tensor> experts_backward(
   const at::Tensor dy = given.contiguous(), tables = saved[0];
   const MaybeTensor guard = s.new_guard(dy);
   std::optional<GemmOperand> weight;
-  if (need_x) weight = stacked_operand(s, weights[0], kColumnwise);
+  if (need_x) weight = stacked_operand(s, weights, kColumnwise);
   const std::vector<at::Tensor> of_dy =
       grouped_dgrad(dy, tables, s.experts, weight ? MaybeTensor(weight->data) : std::nullopt, weight ? weight->scale : std::nullopt, need_w,
                     s.plan, guard, {}, {}, step, ids, swiglu, tokens);

@@ -4,12 +4,17 @@ for the device."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -626,6 +631,22 @@ def test_one_product_waits_for_nothing(name: str):
     assert not counters.of("departure")
 
 
+# The passes of these are native calls in graphs.
+NATIVE_PASSES = (*ONE_PRODUCT, *VALUES, *TWO_LEVEL, *EXACT)
+
+
+@contextlib.contextmanager
+def python_passes(are_refused: bool) -> Iterator[None]:
+    """Let graphs run no `GroupedCall`, if these `are_refused`."""
+    refused = {f: mock.DEFAULT for f in ("forward", "backward") if are_refused}
+    with (
+        mock.patch.multiple(program.GroupedCall, **refused) if refused else contextlib.nullcontext()
+    ):
+        for f in refused:
+            getattr(program.GroupedCall, f).side_effect = AssertionError(f"{f} runs in Python")
+        yield
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", [*ONE_PRODUCT, *VALUES, *TWO_LEVEL, *EXACT, *ONE_BY_ONE])
 def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
@@ -648,6 +669,8 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
             ran.append((y.detach(), a.grad, module.weight.grad))
         for got, want, what in zip(*reversed(ran), ("y", "dx", "dw")):
             laws.assert_same_bytes(got, want, f"{name} {splits}: {what}")
+        with python_passes(name in NATIVE_PASSES):
+            compiled(a, ends).backward(laws.values(*y.shape, seed=1).cuda())
     ends, x = ends.new_tensor([256, 512, 512, 1024]), laws.values(1024, K).cuda()
     plan, shape = module.first.plan, (4, N, K)
     in_one = program.unsupported_reason(plan.of_groups, BF16, x.device, shape) is None
@@ -661,6 +684,46 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
     real, fake = grouped_ops._experts(*arguments), grouped_ops._fake_forward(*arguments)
     described = [[(t.shape, t.dtype, t.stride()) for t in made] for made in (real, fake)]
     assert described[0] == described[1]
+
+
+class Doubling(nn.Module):
+    """Experts of 2 x."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.experts(2 * x, ends)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", [*ONE_PRODUCT, *TWO_LEVEL])
+def test_gathered_experts_in_a_graph_are_those_of_eager_mode(name: str, one_rank: None):
+    """If false, experts of `fully_shard` are other experts where they are compiled."""
+    ran = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        fq.begin_step(0)
+        net = Doubling(grouped((ONE_PRODUCT | ALSO)[name](), True, False))
+        if compiled:
+            net.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(net)
+        ends = torch.tensor(SPLITS[0], device="cuda").cumsum(0).int()
+        x = laws.values(sum(SPLITS[0]), K).cuda().requires_grad_()
+        with python_passes(compiled and name == "mxfp8"):
+            y = net(x, ends)
+            y.backward(laws.values(*y.shape, seed=1).cuda())
+        (dw,) = (p.grad.to_local() for p in net.parameters())
+        ran.append((y.detach(), x.grad, dw))
+    for got, want, what in zip(*reversed(ran), ("y", "dx", "dw")):
+        laws.assert_same_bytes(got, want, f"{name}: {what}")
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])

@@ -22,6 +22,7 @@ from ..encoded_matrix import has_tensor_amax
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import dispatch, native, opaque
 from ..ops.capability import arch_of
+from ..ops.layout import ANCHORS
 from ..ops.reference import known
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
@@ -37,6 +38,7 @@ from .routes import dispatch as dispatch_tokens
 from .stacked_weights import (
     Coding,
     StackedWeight,
+    are_read_together,
     gathered_codes,
     read_as,
     stack_of_codes,
@@ -71,16 +73,24 @@ class _Spec(NamedTuple):
     turns: int = 0
 
     def with_step(self, plan: GemmPlan, dtype: torch.dtype, weight: Tensor) -> _Spec:
-        """Return this of a weight that a native call quantizes as it is stored."""
-        stored, transposed = weight.dtype, bool(self.transposed)
-        coding = Coding.of(plan, dtype, stored, weight.device, transposed)
+        """Return this of a weight that a native call reads as it is stored: gathered codes that it
+        anchors, or values."""
+        stored, device, transposed = weight.dtype, weight.device, bool(self.transposed)
         formats = [plan.operand("weight", d) for d in Direction]
-        is_plain = stored is dtype or all(f.is_quantized and not f.tensor_scale for f in formats)
-        if coding.dtype is not stored or coding.is_turned is not transposed or not is_plain:
+        resolved, coding = plan.resolved(dtype, device), None
+        if self.is_gathered:
+            is_read = all(are_read_together(plan, d) for d in Direction)
+            is_read &= all(layout in ANCHORS for layout in resolved.layouts["weight"].values())
+        else:
+            coding = Coding.of(plan, dtype, stored, device, transposed)
+            is_whole = all(f.is_quantized and not f.tensor_scale for f in formats)
+            is_read = coding.dtype is stored and coding.is_turned is transposed
+            is_read &= stored is dtype or is_whole
+        if not is_read:
             return self
-        step = known(plan.resolved(dtype, weight.device).call, "the compiled step")
-        flags = int(coding.rounds), int(plan.turns_wgrad)
-        return _Spec(*self[:8], step, coding.call, *flags)
+        of_weight = (-1, 0) if coding is None else (coding.call, int(coding.rounds))
+        step = known(resolved.call, "the compiled step")
+        return _Spec(*self[:8], step, *of_weight, int(plan.turns_wgrad))
 
     def weights(
         self,
@@ -231,7 +241,7 @@ def traced_experts(
     guards = guards if plan_of_call.resolved(x.dtype, x.device).is_watched else []
     flags = in_one, transposed, is_gathered, bool(guards), save
     spec = _Spec(*shape, *map(int, flags))
-    if in_one and first.dim() == 3 and not (is_gathered or decodes):
+    if in_one and first.dim() == 3 and not decodes:
         spec = spec.with_step(of_groups, x.dtype, first)
     tokens = tokens_of(*routes) if routes else None
     call = TracedCall(plan_of_call, spec, records, step, ids, guards, factors, histories, tokens)

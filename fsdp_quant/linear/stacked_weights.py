@@ -320,7 +320,7 @@ def _of_gathered(
 ) -> StackedWeight:
     """Return a weight [E, N, K] that `fully_shard` gathered."""
     pair, layout = weight._pair, plan.resolved(dtype, weight.device).layouts["weight"][direction]
-    is_one = pair.shown is not None and _is_one(plan, direction)
+    is_one = pair.shown is not None and are_read_together(plan, direction)
     matrices = [QuantizedTensor(pair=part) for part in pair.groups[: 1 if is_one else None]]
     # `gathered_storage` raises for freed codes and for other formats
     compact = [to_storage(gathered_storage(m, direction, plan, COMPACT)) for m in matrices]
@@ -331,7 +331,7 @@ def _of_gathered(
     return _stacked(to_gemm_operands([(storage, layout) for storage in compact]))
 
 
-def _is_one(plan: GemmPlan, direction: Direction) -> bool:
+def are_read_together(plan: GemmPlan, direction: Direction) -> bool:
     """Return whether the codes of all matrices are converted to an operand together."""
     two_level = plan.operand("weight", direction).tensor_scale
     return not (two_level or plan.weight.is_derived or code_check.checking)
@@ -346,7 +346,7 @@ def stack_of_codes(
 ) -> StackedWeight | None:
     """Return the operand of a weight [E, N, K] for the buffers from `gathered_codes`; None if each
     matrix is converted by itself. Raises StaleWeightError for freed codes."""
-    if not _is_one(plan, direction):
+    if not are_read_together(plan, direction):
         return None
     (experts, n, k), fmt = shape, plan.operand("weight", direction)
     Storage.over(codes, fmt, direction, (experts * n, k), dtype).readable()
