@@ -27,12 +27,12 @@ from ..ops.reference import known
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
-from .call import NOTHING, BySlot, Call
+from .call import NOTHING, Call
 from .grouped import GroupedCall, reads_routes, unsupported_reason
 from .grouped_autograd import run_experts
 from .operands import check_codes
 from .plan import GemmPlan, plan_of
-from .program import check_histories
+from .program import by_slot, check_histories
 from .routes import Around, Routes, tokens_of
 from .routes import dispatch as dispatch_tokens
 from .stacked_weights import (
@@ -185,11 +185,12 @@ class TracedCall(NamedTuple):
             guard[0].add_(results.pop())
         if not self.factors:
             return
-        amaxes = results.pop().unbind()
-        owners = _delayed_slots(self.plan, self.spec.experts)
-        for slot, history, amax in zip(owners, self.histories, amaxes):
+        tensors = self.histories, results.pop().unbind()
+        of_slots = (by_slot(self.plan, of, self.spec.experts) for of in tensors)
+        for slot, histories, amaxes in zip(SLOTS, *of_slots):
             if slot in slots and self.records:
-                dispatch.record_amax_by_torch(history, amax)
+                for history, amax in zip(histories, amaxes):
+                    dispatch.record_amax_by_torch(history, amax)
 
 
 @torch.compiler.allow_in_graph
@@ -251,12 +252,6 @@ def traced_experts(
 # The operators #
 
 
-def _delayed_slots(plan: GemmPlan, experts: int) -> list[str]:
-    """Return the slot of each history, in the order of `TracedCall.factors`."""
-    sides = [slot for slot in SLOTS for _ in plan.hybrid(slot).delayed_directions]
-    return [slot for slot in sides for _ in range(experts)]
-
-
 def _call_of(
     x: Tensor,
     plan: GemmPlan,
@@ -268,23 +263,16 @@ def _call_of(
 ) -> tuple[GroupedCall, list[Tensor]]:
     """Return the call, and the results that it writes: amaxes [histories, 1] and what products lost
     [3, 2], as far as there are any."""
-    written, guard, by_slot = [], None, (NOTHING, NOTHING)
+    written, guard, delayed = [], None, (NOTHING, NOTHING)
     if factors:
         written.append(x.new_zeros((len(factors), 1), dtype=torch.float32))
-        owners = _delayed_slots(plan, spec.experts)
-        by_slot = _by_slot(owners, factors), _by_slot(owners, written[0].unbind())
+        tensors = factors, written[0].unbind()
+        delayed = tuple(by_slot(plan, of, spec.experts) for of in tensors)
     if spec.counts:
         guard = x.new_zeros((3, 2), dtype=torch.float32)
         written.append(guard)
-    call = Call(plan, bool(spec.save), step, None, None, guard, guard, *by_slot)
+    call = Call(plan, bool(spec.save), step, None, None, guard, guard, *delayed)
     return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one), 0, tokens), written
-
-
-def _by_slot(owners: Sequence[str], tensors: Sequence[Tensor]) -> BySlot:
-    of_input, of_weight, of_grad = (
-        [t for owner, t in zip(owners, tensors) if owner == slot] for slot in SLOTS
-    )
-    return of_input, of_weight, of_grad
 
 
 def _run_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids, factors):
@@ -294,7 +282,7 @@ def _run_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids
     y, saved, _ = call.forward(x, ends, weights, biases, False, shares, weight)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
-        shapes = _saved_shapes(call.call.plan, x, y.shape[0], spec)
+        shapes = _saved_shapes(plan, x, y.shape[0], spec)
         saved[1:] = [t if t.shape == s else t.view(s) for t, (s, _) in zip(saved[1:], shapes)]
     return [y, *saved, *written]
 

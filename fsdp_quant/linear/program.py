@@ -413,8 +413,8 @@ def in_graph(
         None if ids is None else ids.to(x.device),
         None,
         *(guards or (None, None)),
-        factors=_by_slot(gemm_plan, factors),
-        histories=_by_slot(gemm_plan, histories if records else []),
+        factors=by_slot(gemm_plan, factors),
+        histories=by_slot(gemm_plan, histories if records else []),
         axis=axis,
         rank=rank,
         weight_group=weight_group,
@@ -428,8 +428,10 @@ def in_graph(
     return linear(x, weight, bias, call, owner)
 
 
-def _by_slot(plan: GemmPlan, tensors: Sequence[Tensor]) -> BySlot:
-    counts = [len(plan.hybrid(slot).delayed_directions) for slot in SLOTS]
+def by_slot(plan: GemmPlan, tensors: Sequence[Tensor], layers: int = 1) -> BySlot:
+    """Return the tensors of each slot: of its first delayed direction, of all layers, then of the
+    next."""
+    counts = [layers * len(plan.hybrid(slot).delayed_directions) for slot in SLOTS]
     ends = list(accumulate(counts))
     of_input, of_weight, of_grad = (tensors[e - n : e] for e, n in zip(ends, counts))
     return of_input, of_weight, of_grad
