@@ -263,15 +263,15 @@ def _call_of(
 ) -> tuple[GroupedCall, list[Tensor]]:
     """Return the call, and the results that it writes: amaxes [histories, 1] and what products lost
     [3, 2], as far as there are any."""
-    written, guard, delayed = [], None, (NOTHING, NOTHING)
+    written, guard, scales, amaxes = [], None, NOTHING, NOTHING
     if factors:
         written.append(x.new_zeros((len(factors), 1), dtype=torch.float32))
-        tensors = factors, written[0].unbind()
-        delayed = tuple(by_slot(plan, of, spec.experts) for of in tensors)
+        scales = by_slot(plan, factors, spec.experts)
+        amaxes = by_slot(plan, written[0].unbind(), spec.experts)
     if spec.counts:
         guard = x.new_zeros((3, 2), dtype=torch.float32)
         written.append(guard)
-    call = Call(plan, bool(spec.save), step, None, None, guard, guard, *delayed)
+    call = Call(plan, bool(spec.save), step, None, None, guard, guard, scales, amaxes)
     return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one), 0, tokens), written
 
 
