@@ -293,6 +293,24 @@ at::Tensor transpose_codes(const at::Tensor& data, int64_t rows, int64_t cols, i
   return one(data, out, item_of(data, out, kind, rows, cols, 0, 1), "transpose_codes");
 }
 
+at::Tensor transpose_stack(const at::Tensor& data) {
+  check_cuda(data, "data");
+  TORCH_CHECK_VALUE(data.dim() == 3 && data.is_contiguous(), "data has shape ", data.sizes(), " and strides ", data.strides(),
+                    "; wanted contiguous matrices");
+  const c10::cuda::CUDAGuard guard(data.device());
+  const int64_t count = data.size(0), rows = data.size(1), cols = data.size(2);
+  const at::Tensor out = new_empty(data, {count, cols, rows}, at::kByte);
+  if (out.numel() == 0) return out;
+  RelayoutItem item = item_of(data[0], out[0], Relayout::kTransposeBytes, rows, cols, 0, 1);
+  item.vector_load = item.vector_load && rows * cols % 8 == 0, item.vector_store = item.vector_store && rows * cols % 16 == 0;
+  MultiTensorLaunch<RelayoutLaunch<kRelayoutCapacity>> launch("transpose_stack", [](const auto& table) {
+    return launch_relayout_multi_tensor(table, c10::cuda::getCurrentCUDAStream());
+  });
+  for (int64_t e = 0; e < count; ++e, item.source += rows * cols, item.out += rows * cols) launch.add(item, tiles_of(item));
+  launch.flush();
+  return out;
+}
+
 namespace {
 
 at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_block, bool transposed) {

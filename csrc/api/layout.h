@@ -34,6 +34,9 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t encoding, bool columnwise,
     bool transposed, bool whole, int64_t cols, int64_t run = 0);
 
+// Bytes [count, rows, cols] as [count, cols, rows].
+at::Tensor transpose_stack(const at::Tensor& data);
+
 // Codes [rows, cols] of 8 or 4 bits as [cols, rows].
 at::Tensor transpose_codes(const at::Tensor& data, int64_t rows, int64_t cols, int64_t bits);
 

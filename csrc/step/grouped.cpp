@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -231,8 +232,14 @@ GemmOperand stacked_operand(const ExpertsSpec& s, at::TensorList weights, Direct
   const at::Tensor& weight = weights[0];
   if (s.gathered) {
     Encoded codes = {weight.unflatten(0, {s.experts, -1}), weights[1].unflatten(0, {s.experts, -1})};
-    anchor(codes, r, d, s.n, s.k);
-    return {codes.data, codes.scale.flatten()};
+    if (r.is_anchored()) {
+      anchor(codes, r, d, s.n, s.k);
+      return {codes.data, codes.scale.flatten()};
+    }
+    // GEMMs read scales of 1 x 128 blocks by column, and of 128 x 128 blocks in rows padded to 4
+    at::Tensor scale = !r.spec.whole() && (d == kColumnwise) != (r.spec.outer == 1) ? codes.scale.transpose(1, 2) : codes.scale;
+    if (!r.spec.whole()) scale = at::constant_pad_nd(scale, {0, ceil_div(scale.size(2), 4) * 4 - scale.size(2)});
+    return {d == kColumnwise ? transpose_stack(codes.data) : codes.data, scale.flatten()};
   }
   if (!r.is_quantized()) return {s.transposed ? weight.transpose(1, 2) : weight};
   const bool row = (d == kRowwise) != s.transposed;  // the plan of transposed weights encodes each direction as the other

@@ -22,7 +22,7 @@ from ..encoded_matrix import has_tensor_amax
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import dispatch, native, opaque
 from ..ops.capability import arch_of
-from ..ops.layout import ANCHORS
+from ..ops.layout import COMPACT
 from ..ops.reference import known
 from ..roles import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
@@ -73,14 +73,14 @@ class _Spec(NamedTuple):
     turns: int = 0
 
     def with_step(self, plan: GemmPlan, dtype: torch.dtype, weight: Tensor) -> _Spec:
-        """Return this of a weight that a native call reads as it is stored: gathered codes that it
-        anchors, or values."""
+        """Return this of a weight that a native call reads as it is stored: values, or gathered
+        codes."""
         stored, device, transposed = weight.dtype, weight.device, bool(self.transposed)
         formats = [plan.operand("weight", d) for d in Direction]
         resolved, coding = plan.resolved(dtype, device), None
         if self.is_gathered:
             is_read = all(are_read_together(plan, d) for d in Direction)
-            is_read &= all(layout in ANCHORS for layout in resolved.layouts["weight"].values())
+            is_read &= COMPACT not in resolved.layouts["weight"].values()
         else:
             coding = Coding.of(plan, dtype, stored, device, transposed)
             is_whole = all(f.is_quantized and not f.tensor_scale for f in formats)
