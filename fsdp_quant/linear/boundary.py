@@ -33,12 +33,9 @@ class OutputQuantization:
 
     def __post_init__(self):
         sides = (self.output, self.grad_input)
+        quantizes = tuple(s is not None and s.side(ROWWISE).fmt.is_quantized for s in sides)
         object.__setattr__(self, "key", digest(self))
-        object.__setattr__(
-            self,
-            "quantizes",
-            tuple(s is not None and s.side(ROWWISE).fmt.is_quantized for s in sides),
-        )
+        object.__setattr__(self, "quantizes", quantizes)
         _BOUNDARIES.setdefault(self.key, self)
 
     def __setstate__(self, state: dict) -> None:
