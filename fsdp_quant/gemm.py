@@ -28,7 +28,7 @@ from .formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, check_pair
 from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, has_own_kernels, operand_layout
 from .ops.layout import ANCHORED, ANCHORS
-from .storage import Storage, to_gemm_operand, to_storage
+from .storage import Storage, to_layout, to_storage
 
 
 class Epilogue(NamedTuple):
@@ -112,8 +112,8 @@ def gemm(
         )
     if is_of_codes and m * n * k > 0:
         anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
-        left = to_gemm_operand(a, operand_layout(a.fmt, b.fmt, domain, arch, anchored))
-        right = to_gemm_operand(b, operand_layout(b.fmt, a.fmt, domain, arch, anchored))
+        left = to_layout(a, operand_layout(a.fmt, b.fmt, domain, arch, anchored))
+        right = to_layout(b, operand_layout(b.fmt, a.fmt, domain, arch, anchored))
         result = _multiply(left, right, out, accumulate, epilogue, watch, batch_invariant)
     else:
         if is_of_codes:  # an empty product

@@ -20,11 +20,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import Encoding, ceil_div, value_class
 from .migration import answers_keywords
-from .ops import dispatch, flat_codes, reference
+from .ops import dispatch, reference
 from .ops.dispatch import Statistics
 from .ops.reference import known
 from .options import check, choice, integer
@@ -154,9 +155,10 @@ class Fragment:
 
     @functools.cached_property
     def _covering_rows(self) -> Tensor:
-        return flat_codes.rows_covering(
-            self.values, self.start % self.cuts.row_units, self.cuts.row_units
-        )
+        count, cols = self.values.numel(), self.cuts.row_units
+        before, after = self.start % cols, -(self.start + count) % cols
+        values = F.pad(self.values, (before, after)) if count and before + after else self.values
+        return values.view(-1, cols)
 
     def block_rows(self, encoding: Encoding) -> slice:
         """Return the block rows of the whole tensor that `rows` overlaps."""

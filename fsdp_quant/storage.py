@@ -255,17 +255,8 @@ def to_layout(matrix: EncodedMatrix, layout: str) -> EncodedMatrix:
     """
     if layout == matrix.layout or not matrix.fmt.is_quantized:
         return matrix
-    if layout == COMPACT:
-        return to_storage(matrix)
-    return to_gemm_operand(matrix, layout)
-
-
-def to_gemm_operand(matrix: EncodedMatrix, layout: str) -> EncodedMatrix:
-    """The operand in a GEMM layout; itself if it is there already. Raises ValueError as `to_layout`
-    does."""
-    if matrix.layout == layout:
-        return matrix
-    return to_storage(matrix, layout).to_gemm_operand(layout)
+    storage = to_storage(matrix, layout)
+    return storage if layout == COMPACT else storage.to_gemm_operand(layout)
 
 
 def to_storage(matrix: EncodedMatrix, layout: str = COMPACT, arch: str | None = None) -> Storage:

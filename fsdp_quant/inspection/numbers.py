@@ -169,13 +169,15 @@ def _scale_per_element(storage: Storage) -> Tensor:
     s = storage
     if s.scale is None:
         raise ValueError(f"{s.describe()} has no scales to measure")
-    if s.fmt.scale != "e8m0":
-        return reference.scale_of_each(
-            s.scale, s.tensor_amax, s.fmt, s.direction, s.padded_shape, s.row0
-        )
+    if s.fmt.scale == "e8m0":
+        factor = _powers_of_two(s.scale.device)[s.scale.int()]
+    else:
+        factor = reference.decode_scale(s.scale, s.fmt)
+        if s.tensor_amax is not None:
+            second = reference.tensor_decode_scale(s.tensor_amax, s.fmt)
+            factor = factor * reference.of_each_line(second, s.fmt, s.direction)
     ones = torch.ones((), dtype=torch.float32, device=s.scale.device).expand(s.padded_shape)
-    powers = _powers_of_two(s.scale.device)[s.scale.int()]
-    return reference.scaled_by_block(ones, powers, s.fmt, s.direction, s.row0)
+    return reference.scaled_by_block(ones, factor, s.fmt, s.direction, s.row0)
 
 
 @functools.lru_cache(maxsize=16)

@@ -33,12 +33,9 @@ class OutputQuantization:
 
     def __post_init__(self):
         sides = (self.output, self.grad_input)
+        quantizes = tuple(s is not None and s.side(ROWWISE).fmt.is_quantized for s in sides)
         object.__setattr__(self, "key", digest(self))
-        object.__setattr__(
-            self,
-            "quantizes",
-            tuple(s is not None and s.side(ROWWISE).fmt.is_quantized for s in sides),
-        )
+        object.__setattr__(self, "quantizes", quantizes)
         _BOUNDARIES.setdefault(self.key, self)
 
     def __setstate__(self, state: dict) -> None:
@@ -51,8 +48,10 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, sides, output, grad_input, keyed_by):
-        ctx.sides, ctx.grad_input, ctx.keyed_by = sides, grad_input, keyed_by
-        return _through_codes(x, sides, 0, keyed_by) if output else x.view_as(x)
+        ctx.sides, ctx.keyed_by = sides, keyed_by
+        ctx.grad_input = grad_input and sides.quantizes[1]
+        is_decoded = output and sides.quantizes[0]
+        return _through_codes(x, sides, 0, keyed_by) if is_decoded else x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
@@ -102,6 +101,14 @@ def boundaries(recipe: Recipe, name: str, module_type: str) -> OutputQuantizatio
     return None if sides == (None, None) else OutputQuantization(*sides)
 
 
+def _boundary_in_graph(
+    x: Tensor, sides: OutputQuantization, ids: BoundaryIds, output=True, grad_input=True
+) -> Tensor:
+    step = STEP.in_graph(ids.ids.device)
+    return _traced_boundary(x, sides.key, output, grad_input, step, ids.ids)
+
+
+@opaque.compiled_as(_boundary_in_graph)
 def boundary(
     x: Tensor,
     sides: OutputQuantization,
@@ -113,22 +120,6 @@ def boundary(
 
     output, grad_input:  False: that side is left out.
     """
-    return _decoded_boundary(
-        x, sides, ids, output and sides.quantizes[0], grad_input and sides.quantizes[1]
-    )
-
-
-def _boundary_in_graph(
-    x: Tensor, sides: OutputQuantization, ids: BoundaryIds, output: bool, grad_input: bool
-) -> Tensor:
-    step = STEP.in_graph(ids.ids.device)
-    return _traced_boundary(x, sides.key, output, grad_input, step, ids.ids)
-
-
-@opaque.compiled_as(_boundary_in_graph)
-def _decoded_boundary(
-    x: Tensor, sides: OutputQuantization, ids: BoundaryIds, output: bool, grad_input: bool
-) -> Tensor:
     return _Boundary.apply(x, sides, output, grad_input, ids.on(x.device))
 
 

@@ -164,16 +164,10 @@ def weight_storages(
         return weight_operands(weight, directions, plan, dtype, layouts=layouts)
     state = state_for(state, plan, values_of(weight))
     histories = weight_histories(state, plan, weight.device)
+    factors, amaxes = [h.encode_scale for h in histories], [h.amaxes for h in histories]
+    group = state.tensor_group if state.spans_parts else None
     return weight_operands(
-        weight,
-        directions,
-        plan,
-        dtype,
-        state,
-        [h.encode_scale for h in histories],
-        [h.amaxes for h in histories],
-        state.tensor_group if state.spans_parts else None,
-        layouts=layouts,
+        weight, directions, plan, dtype, state, factors, amaxes, group, layouts=layouts
     )
 
 

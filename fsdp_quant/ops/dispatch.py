@@ -304,17 +304,10 @@ def multi_tensor_encode(
             known_stats = None  # each replay computes them again
         else:
             known_stats, calls = _completed(stats, x, encoding, row0, round_to_bf16), None
-    targets = [pair for pair in into or () if pair is not None]
+    pairs = [pair for pair in into or () if pair is not None]
+    targets = pairs if len(pairs) == len(x) else None
     codes = native.multi_tensor_quantize(
-        x,
-        encoding,
-        row0,
-        round_to_bf16,
-        known_stats,
-        targets if len(targets) == len(x) else None,
-        encode_scales,
-        records,
-        calls,
+        x, encoding, row0, round_to_bf16, known_stats, targets, encode_scales, records, calls
     )
     _count(encoding, "native", len(x))
     return [Encoded(*buffers) for buffers in codes]

@@ -3,8 +3,9 @@
 order, cut at any element.
 
 The reference, and kernels of whole tensors, read rows. So a run is encoded as the rows that cover
-it, with zeros in place of other ranks' elements: zeros never raise an amax, and their codes are
-dropped. `weight_sync.cast_plan` has kernels that begin at any element and need neither function.
+it (`scaling.Fragment.rows`), with zeros in place of other ranks' elements: zeros never raise an
+amax, and their codes are dropped. `weight_sync.cast_plan` has kernels that begin at any element and
+need neither function.
 """
 
 from __future__ import annotations
@@ -15,18 +16,6 @@ from torch import Tensor
 
 from ..formats import PACKINGS, ceil_div
 from .layout import flat_bytes, pack, unpack
-
-
-def rows_covering(values: Tensor, col0: int, cols: int) -> Tensor:
-    """The rows that cover a run, [rows, cols], zeros around it; a view if the run is whole rows.
-
-    values:  [elements] of the run.
-    col0:    column of its first element.
-    """
-    behind = -(col0 + values.numel()) % cols if values.numel() else 0
-    if values.numel() and (col0 or behind):
-        values = F.pad(values, (col0, behind))
-    return values.view(-1, cols)
 
 
 def codes_of_run(data: Tensor, bits: int, start: int, numel: int, cols: int) -> Tensor:

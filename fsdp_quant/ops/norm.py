@@ -319,12 +319,8 @@ def reference_norm_backward(
         )
     else:  # the derivative of x * rsqrt(mean(x^2) + eps) * gamma, step by step
         values, d, r = x.float(), dy if spec.rounds_first else dy.float(), rstd.view(rows)
-        normal = values * r
-        dweight = (
-            (d * (normal.to(x.dtype) if spec.rounds_first else normal))
-            .reshape(-1, x.shape[-1])
-            .sum(0)
-        )
+        normal = (values * r).to(x.dtype if spec.rounds_first else torch.float32)
+        dweight = (d * normal).reshape(-1, x.shape[-1]).sum(0)
         d = (d * weight).float() if spec.rounds_first else d * _gamma(weight, spec)
         dr = (d * values).sum(-1, keepdim=True)
         dx = d * r

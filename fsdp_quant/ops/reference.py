@@ -450,22 +450,6 @@ def decode_scale(scale: Tensor, fmt: Format) -> Tensor:
     return scale.view(torch.float8_e4m3fn).float() if fmt.scale == "e4m3" else scale
 
 
-def scale_of_each(
-    scale: Tensor,
-    tensor_amax: Tensor | None,
-    fmt: Format,
-    direction: Direction,
-    shape: tuple[int, int],
-    row0: int = 0,
-) -> Tensor:
-    """All that each element's code is multiplied by, fp32 [rows, cols]."""
-    factor = decode_scale(scale, fmt)
-    if tensor_amax is not None:
-        factor = factor * of_each_line(tensor_decode_scale(tensor_amax, fmt), fmt, direction)
-    ones = torch.ones(shape, dtype=torch.float32, device=scale.device)
-    return scaled_by_block(ones, factor, fmt, direction, row0)
-
-
 def decode(
     data: Tensor,
     scale: Tensor | None,

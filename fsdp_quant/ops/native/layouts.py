@@ -134,16 +134,10 @@ def anchor_codes(
     transposed:  store the codes as [cols, rows].
     """
     packed, columnwise = pack_codes(fmt, direction)
+    of_tensor = run == OF_TENSOR
+    run = 0 if of_tensor else run
     return _ops.anchor_codes(
-        data,
-        scale,
-        tensor_amax,
-        packed,
-        columnwise,
-        transposed,
-        run == OF_TENSOR,
-        cols,
-        0 if run == OF_TENSOR else run,
+        data, scale, tensor_amax, packed, columnwise, transposed, of_tensor, cols, run
     )
 
 
