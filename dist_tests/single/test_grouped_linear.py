@@ -493,6 +493,20 @@ def test_wrong_splits_on_the_device_are_refused_before_a_step():
             optimizer.step()  # told once
 
 
+def test_wrong_splits_of_native_passes_are_found_where_python_ran_none(monkeypatch):
+    """If false, a process that trains compiled experts alone trains on wrong counts of tokens."""
+    flag = torch.zeros(1, dtype=torch.int64)  # of csrc/step/grouped.cpp
+    monkeypatch.setattr(bad_splits, "_WRONG", [])
+    monkeypatch.setattr(bad_splits.extension, "is_loaded", lambda: True)
+    monkeypatch.setattr(native, "bad_splits_flag", lambda: flag)
+    for of_cuda in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, of_cuda, lambda: True)
+    flag.fill_(0 << 32 | 64)
+    with pytest.raises(ValueError, match="experts of a compiled graph.*did not end at its 64 rows"):
+        bad_splits.raise_bad_splits()
+    bad_splits.raise_bad_splits()  # told once
+
+
 # One product for all experts, as a Hopper GPU would #
 
 
@@ -998,6 +1012,20 @@ def test_frozen_experts_of_a_list_are_those_of_eager_mode(name: str, on_hopper: 
             results.append({"y": y.detach(), "dx": x.grad})
         assert_same(results[1], results[0], name)
     torch.compiler.reset()
+
+
+def test_steps_of_transposed_weights_have_a_key_of_their_own():
+    """If false, a native pass of a graph from another process takes the step of other weights for
+    the one that it was traced with."""
+    with hopper.emulated() as gpu:
+        module = grouped(recipes.mxfp8(), True, False, dtype=torch.bfloat16, sizes=(64, 48))
+        plan, device = module.first.plan.of_groups, module.weight.device
+        number, turned = (
+            plan.resolved(torch.bfloat16, device).call,
+            plan.turned(torch.bfloat16, device),
+        )
+        assert gpu.plans[number].key == plan.key
+        assert gpu.plans[turned].key == plan.key + "T"
 
 
 @pytest.mark.parametrize(

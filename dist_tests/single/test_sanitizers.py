@@ -15,7 +15,7 @@ from fsdp_quant.ops import native
 # Operators that launch no kernel.
 ON_THE_HOST = {
     *("encoding_shapes", "gemm_takes", "linear_counts", "linear_plan", "pack_encoding"),
-    "set_probed",
+    *("bad_splits_flag", "set_probed"),
 }
 
 

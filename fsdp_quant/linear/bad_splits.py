@@ -61,6 +61,8 @@ def bad_splits_flag() -> Tensor:
 # Pinned memory: a copied flag and its event would be calls in every forward.
 def poll_bad_splits() -> tuple[int, int] | None:
     """(tag, rows) of a call whose splits a device has found wrong, once."""
+    if not _WRONG and torch.cuda.is_initialized():  # native passes of graphs write it without us
+        bad_splits_flag()
     report = _WRONG[0][1].value if _WRONG else 0
     if not report:
         return None

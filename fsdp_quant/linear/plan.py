@@ -389,7 +389,7 @@ class GemmPlan:
             if spec is None:
                 return None
             specs[index] = spec
-        call = native.linear_plan(specs, self.saves == "input", resolved.watched, self.key)
+        call = native.linear_plan(specs, self.saves == "input", resolved.watched, self.key + "T")
         _count(call, self, resolved.domains, True)
         return call
 
