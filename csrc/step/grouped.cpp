@@ -7,7 +7,9 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -199,14 +201,15 @@ struct ExpertsSpec {
   bool round_to_bf16, turns_wgrad;
 
   explicit ExpertsSpec(at::IntArrayRef f)
-      : experts(f[0]), n(f[1]), k(f[2]), transposed(f[4] != 0), gathered(f[5] != 0), counts(f[6] != 0), save(f[7] != 0),
-        plan(f[8]), weight_plan(f[9]), round_to_bf16(f[10] != 0), turns_wgrad(f[11] != 0) {}
+      : experts(f.at(0)), n(f.at(1)), k(f.at(2)), transposed(f.at(4) != 0), gathered(f.at(5) != 0), counts(f.at(6) != 0),
+        save(f.at(7) != 0), plan(f.at(8)), weight_plan(f.at(9)), round_to_bf16(f.at(10) != 0), turns_wgrad(f.at(11) != 0) {}
 
   // Else Python functions run. key: of the graph's plan; numbers are of the process that traced it.
   bool is_native(c10::string_view key, at::TensorList weights, at::TensorList factors) const {
-    if (plan < 0 || plan_of(plan).key != key || !factors.empty()) return false;
+    const std::string of_plan(key), of_weight = transposed ? of_plan + "T" : of_plan;  // as `GemmPlan._turn` names it
+    if (!is_plan(plan, of_plan) || !factors.empty()) return false;
     if (gathered) return weights.size() == 2 && weights[0].storage().nbytes() > 0;  // else FSDP has freed them
-    return weights.size() == 1 && weights[0].dim() == 3 && weights[0].is_contiguous();
+    return is_plan(weight_plan, of_weight) && weights.size() == 1 && weights[0].dim() == 3 && weights[0].is_contiguous();
   }
 
   MaybeTensor new_guard(const at::Tensor& like) const {
@@ -253,6 +256,13 @@ GemmOperand stacked_operand(const ExpertsSpec& s, at::TensorList weights, Direct
   return {o.data.as_strided({s.experts, s.k, s.n}, {pitch, o.data.size(1), 1}), o.scale->flatten()};
 }
 
+// Sums over the tokens of each group, [groups, N].
+at::Tensor bias_gradients(const at::Tensor& dy, const at::Tensor& tables, int64_t groups) {
+  const at::Tensor tokens = at::arange(dy.size(0), tables.options());
+  const at::Tensor group = at::searchsorted(ends_of(tables, groups), tokens, false, true);
+  return at::arange(groups, group.options()).unsqueeze(1).eq(group).to(dy.scalar_type()).matmul(dy);
+}
+
 std::vector<at::Tensor> experts(
     const at::Tensor& x, const MaybeTensor& tokens, const at::Tensor& ends, at::TensorList weights, at::TensorList biases,
     const MaybeTensor& shares, c10::string_view key, at::IntArrayRef spec, const MaybeTensor& step, at::TensorList ids,
@@ -279,8 +289,8 @@ std::vector<at::Tensor> experts_backward(
     c10::string_view key, at::IntArrayRef spec, const c10::List<bool>& needs, const MaybeTensor& step, at::TensorList ids,
     at::TensorList factors) {
   const ExpertsSpec s(spec);
-  const bool need_x = needs[0], need_w = needs[1], need_last = needs[2];
-  if (!s.is_native(key, weights, factors) || !(need_x || need_w) || (need_last && swiglu.empty()))
+  const bool need_x = needs[0], need_w = needs[1];
+  if (!s.is_native(key, weights, factors) || !(need_x || need_w))
     return in_python("fsdp_quant::experts_backward", given, tokens, saved, weights, swiglu, key, spec, needs, step, ids, factors);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(given.device());
@@ -300,7 +310,7 @@ std::vector<at::Tensor> experts_backward(
                                         ids, turned);
     result.push_back(s.transposed && !turned ? dw.transpose(1, 2).contiguous() : dw);
   }
-  if (need_last) result.push_back(of_dy[1]);
+  if (needs[2]) result.push_back(swiglu.empty() ? bias_gradients(dy, tables, s.experts) : of_dy[1]);
   if (guard.has_value()) result.push_back(*guard);
   return result;
 }

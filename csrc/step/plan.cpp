@@ -33,6 +33,12 @@ const LinearPlan& plan_of(int64_t handle) {
   return r.plans[handle];
 }
 
+bool is_plan(int64_t handle, const std::string& key) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  return handle >= 0 && handle < static_cast<int64_t>(r.plans.size()) && r.plans[handle].key == key;
+}
+
 void count(int64_t handle, int what, int64_t times) {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);

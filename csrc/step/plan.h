@@ -64,6 +64,9 @@ struct LinearPlan {
 
 const LinearPlan& plan_of(int64_t handle);
 
+// This process has a plan of this number, with this key.
+bool is_plan(int64_t handle, const std::string& key);
+
 void count(int64_t handle, int what, int64_t times = 1);
 
 // How ranks share a layer (linear/cut.py, `TensorParallel`). Without a group, none do.

@@ -720,7 +720,7 @@ def test_graphs_read_weights_as_they_are_stored(
     for call in (lambda a, ends: module(2 * a, ends) + 1, compiled):
         module.zero_grad()
         a = x.clone().requires_grad_()
-        with python_passes(call is compiled and not bias):  # gradients of biases are Python's
+        with python_passes(call is compiled):
             y = call(a, ends)
             y.backward(laws.values(*y.shape, seed=1).cuda())
         ran.append((y.detach(), a.grad, *(p.grad for p in module.parameters())))
