@@ -193,7 +193,7 @@ MODELS = {
 }
 TINY_EXPERTS = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
 KEPT_BF16 = "lm_head"
-COMPILING_STEPS, WARM_STEPS, HOST_STEPS, PROFILED_KERNELS = 2, 2, 7, 30
+COMPILING_STEPS, WARM_STEPS, HOST_STEPS, PROFILED_KERNELS = 2, 2, 21, 30
 GIB = 2**30
 
 
