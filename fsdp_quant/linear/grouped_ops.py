@@ -75,20 +75,21 @@ class _Spec(NamedTuple):
     def with_step(self, plan: GemmPlan, dtype: torch.dtype, weight: Tensor) -> _Spec:
         """Return this of a weight that a native call reads as it is stored: values, or gathered
         codes."""
-        stored, device, transposed = weight.dtype, weight.device, bool(self.transposed)
-        formats = [plan.operand("weight", d) for d in Direction]
-        resolved, coding = plan.resolved(dtype, device), None
+        resolved, of_weight = plan.resolved(dtype, weight.device), (-1, 0)
         if self.is_gathered:
             is_read = all(are_read_together(plan, d) for d in Direction)
             is_read &= COMPACT not in resolved.layouts["weight"].values()
         else:
-            coding = Coding.of(plan, dtype, stored, device, transposed)
-            is_whole = all(f.is_quantized and not f.tensor_scale for f in formats)
+            stored, transposed = weight.dtype, bool(self.transposed)
+            coding = Coding.of(plan, dtype, stored, weight.device, transposed)
+            of_weight = coding.call, int(coding.rounds)
+            formats = [plan.operand("weight", d) for d in Direction]
             is_read = coding.dtype is stored and coding.is_turned is transposed
-            is_read &= stored is dtype or is_whole
+            is_read &= stored is dtype or all(
+                f.is_quantized and not f.tensor_scale for f in formats
+            )
         if not is_read:
             return self
-        of_weight = (-1, 0) if coding is None else (coding.call, int(coding.rounds))
         step = known(resolved.call, "the compiled step")
         return _Spec(*self[:8], step, *of_weight, int(plan.turns_wgrad))
 
