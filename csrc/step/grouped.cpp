@@ -220,6 +220,7 @@ struct ExpertsSpec {
   }
 };
 
+// Runs the Python function of an operator, which is its kernel for every device but CUDA.
 template <class... Args>
 std::vector<at::Tensor> in_python(const char* op, const Args&... args) {
   torch::jit::Stack stack;

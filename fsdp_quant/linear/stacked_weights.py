@@ -139,10 +139,11 @@ def _encoder(
     layouts = plan.resolved(dtype, device).layouts["weight"]
     formats = {d: plan.operand("weight", d) for d in directions}
     takes = {d: _taking(f, layouts[d], d, shape) for d, f in formats.items() if f.is_quantized}
-    coding = Coding.of(plan, dtype, stored, device, transposed, list(takes)) if takes else None
+    coded = list(takes)
+    coding = Coding.of(plan, dtype, stored, device, transposed, coded) if coded else None
 
     def encode(values: Tensor, *delayed: Sequence[Tensor]) -> dict[Direction, StackedWeight]:
-        buffers = iter(coding.encode(values, list(takes), *delayed) if coding else ())
+        buffers = iter(coding.encode(values, coded, *delayed) if coding else ())
         stacks = {d: take(buffers) for d, take in takes.items()}
         if len(takes) < len(directions):
             rows = values if transposed else native.rows_of(values)
@@ -189,6 +190,7 @@ class Coding(NamedTuple):
     def encode(
         self, values: Tensor, coded: Sequence[Direction], *delayed: Sequence[Tensor]
     ) -> Sequence[Tensor]:
+        """Return the buffers of the directions that are `coded`; delayed: factors, histories."""
         values = values if values.dtype is self.dtype else values.to(self.dtype)
         if self.is_turned:
             of = codes_of_transposed(values, self.call, coded, self.rounds)
