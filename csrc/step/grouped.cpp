@@ -196,13 +196,13 @@ at::Tensor bad_splits_flag() {
 // `_Spec` of linear/grouped_ops.py.
 struct ExpertsSpec {
   int64_t experts, n, k;
-  bool transposed, gathered, counts, save;
+  bool transposed, gathered, save;
   int64_t plan, weight_plan;  // -1: the operators are Python functions
   bool round_to_bf16, turns_wgrad;
 
   explicit ExpertsSpec(at::IntArrayRef f)
-      : experts(f.at(0)), n(f.at(1)), k(f.at(2)), transposed(f.at(4) != 0), gathered(f.at(5) != 0), counts(f.at(6) != 0),
-        save(f.at(7) != 0), plan(f.at(8)), weight_plan(f.at(9)), round_to_bf16(f.at(10) != 0), turns_wgrad(f.at(11) != 0) {}
+      : experts(f.at(0)), n(f.at(1)), k(f.at(2)), transposed(f.at(4) != 0), gathered(f.at(5) != 0), save(f.at(6) != 0),
+        plan(f.at(7)), weight_plan(f.at(8)), round_to_bf16(f.at(9) != 0), turns_wgrad(f.at(10) != 0) {}
 
   // Else Python functions run. key: of the graph's plan; numbers are of the process that traced it.
   bool is_native(c10::string_view key, at::TensorList weights, at::TensorList factors) const {
@@ -210,13 +210,6 @@ struct ExpertsSpec {
     if (!is_plan(plan, of_plan) || !factors.empty()) return false;
     if (gathered) return weights.size() == 2 && weights[0].storage().nbytes() > 0;  // else FSDP has freed them
     return is_plan(weight_plan, of_weight) && weights.size() == 1 && weights[0].dim() == 3 && weights[0].is_contiguous();
-  }
-
-  MaybeTensor new_guard(const at::Tensor& like) const {
-    if (!counts) return {};
-    const at::Tensor guard = new_empty(like, {kGemms, 2}, at::kFloat);
-    C10_CUDA_CHECK(cudaMemsetAsync(guard.mutable_data_ptr(), 0, guard.nbytes(), c10::cuda::getCurrentCUDAStream()));
-    return guard;
   }
 };
 
@@ -266,14 +259,14 @@ at::Tensor bias_gradients(const at::Tensor& dy, const at::Tensor& tables, int64_
 
 std::vector<at::Tensor> experts(
     const at::Tensor& x, const MaybeTensor& tokens, const at::Tensor& ends, at::TensorList weights, at::TensorList biases,
-    const MaybeTensor& shares, c10::string_view key, at::IntArrayRef spec, const MaybeTensor& step, at::TensorList ids,
-    at::TensorList factors) {
+    const MaybeTensor& shares, c10::string_view key, at::IntArrayRef spec, at::TensorList guards, const MaybeTensor& step,
+    at::TensorList ids, at::TensorList factors) {
   const ExpertsSpec s(spec);
   if (!s.is_native(key, weights, factors) || biases.size() > 1)
-    return in_python("fsdp_quant::experts", x, tokens, ends, weights, biases, shares, key, spec, step, ids, factors);
+    return in_python("fsdp_quant::experts", x, tokens, ends, weights, biases, shares, key, spec, guards, step, ids, factors);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(x.device());
-  const MaybeTensor guard = s.new_guard(x);
+  const MaybeTensor guard = guards.empty() ? std::nullopt : MaybeTensor(guards[0]);
   const GemmOperand weight = stacked_operand(s, weights, kRowwise);
   MaybeTensor bias;
   if (!biases.empty())
@@ -281,22 +274,21 @@ std::vector<at::Tensor> experts(
   std::vector<at::Tensor> result = grouped_step(x, ends.contiguous(), weight.data, weight.scale, s.plan, s.save, guard, bias,
                                                 bad_splits_flag(), 0, {}, {}, step, ids, tokens, shares);
   if (result.size() > 4) result[3] = result[3].view({result[2].size(0), -1});  // with amaxes of tensors
-  if (guard.has_value()) result.push_back(*guard);
   return result;
 }
 
 std::vector<at::Tensor> experts_backward(
     const at::Tensor& given, const MaybeTensor& tokens, at::TensorList saved, at::TensorList weights, at::TensorList swiglu,
-    c10::string_view key, at::IntArrayRef spec, const c10::List<bool>& needs, const MaybeTensor& step, at::TensorList ids,
-    at::TensorList factors) {
+    c10::string_view key, at::IntArrayRef spec, const c10::List<bool>& needs, at::TensorList guards,
+    const MaybeTensor& step, at::TensorList ids, at::TensorList factors) {
   const ExpertsSpec s(spec);
   const bool need_x = needs[0], need_w = needs[1];
   if (!s.is_native(key, weights, factors) || !(need_x || need_w))
-    return in_python("fsdp_quant::experts_backward", given, tokens, saved, weights, swiglu, key, spec, needs, step, ids, factors);
+    return in_python("fsdp_quant::experts_backward", given, tokens, saved, weights, swiglu, key, spec, needs, guards, step, ids, factors);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(given.device());
   const at::Tensor dy = given.contiguous(), tables = saved[0];
-  const MaybeTensor guard = s.new_guard(dy);
+  const MaybeTensor guard = guards.empty() ? std::nullopt : MaybeTensor(guards[0]);
   std::optional<GemmOperand> weight;
   if (need_x) weight = stacked_operand(s, weights, kColumnwise);
   const std::vector<at::Tensor> of_dy =
@@ -312,7 +304,6 @@ std::vector<at::Tensor> experts_backward(
     result.push_back(s.transposed && !turned ? dw.transpose(1, 2).contiguous() : dw);
   }
   if (needs[2]) result.push_back(swiglu.empty() ? bias_gradients(dy, tables, s.experts) : of_dy[1]);
-  if (guard.has_value()) result.push_back(*guard);
   return result;
 }
 

@@ -675,20 +675,24 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
     plan, shape = module.first.plan, (4, N, K)
     in_one = program.unsupported_reason(plan.of_groups, BF16, x.device, shape) is None
     plan = plan.of_groups if in_one else plan
-    spec = grouped_ops._Spec(*shape, in_one, False, False, True, True)
+    spec = grouped_ops._Spec(*shape, in_one, False, False, True)
     if in_one:
         spec = spec.with_step(plan, BF16, module.weight)
         assert spec.step >= 0
     step, ids = STEP.on(x.device), [layer.runtime.ids_on(x.device) for layer in module.layers]
-    arguments = x, None, ends, [module.weight.detach()], [], None, plan.key, spec, step, ids, []
+    state, guards = (step, ids, []), [torch.zeros(3, 2, device=x.device)]
+    arguments = x, None, ends, [module.weight.detach()], [], None, plan.key, spec, guards, *state
     real, fake = grouped_ops._experts(*arguments), grouped_ops._fake_forward(*arguments)
     passes = [(real, fake)]
-    saved = real[1:-1] if in_one else [ends]  # without the guard
+    saved = real[1:] if in_one else [ends]
     saved += [x] * (plan.saves == "input" or not in_one)
     dy, weights = laws.values(1024, N, seed=1).cuda(), [module.weight.detach()]
-    arguments = dy, None, saved, weights, [], plan.key, spec, [True, True, False], step, ids, []
+    needs = [True, True, False]
+    arguments = dy, None, saved, weights, [], plan.key, spec, needs, guards, *state
     backward = grouped_ops._experts_backward, grouped_ops._fake_backward
     passes.append(tuple(of_pass(*arguments) for of_pass in backward))
+    is_watched = plan.resolved(BF16, x.device).is_watched
+    assert bool(guards[0].any()) == is_watched, f"{name}: both passes write what products lost"
     for results in passes:
         real, fake = ([(t.shape, t.dtype, t.stride()) for t in of] for of in results)
         assert real == fake

@@ -2,10 +2,10 @@
 """Experts in compiled graphs: two operators, into which no compiler looks, run `GroupedCall`; on a
 GPU one native call each (csrc/step/grouped.cpp), which quantizes values of packed weights besides.
 
-So graphs have the bits of eager mode. State comes in as tensors; amaxes and counts of the guard are
-results, which functional operators of the graph record. The backward quantizes values of weights
-again, which no one writes until then; of weights that `fully_shard` gathers both passes read the
-buffers that it fills.
+So graphs have the bits of eager mode. State comes in as tensors; the guard is written, and amaxes
+are results, which functional operators of the graph record. The backward quantizes values of
+weights again, which no one writes until then; of weights that `fully_shard` gathers both passes
+read the buffers that it fills.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class _Spec(NamedTuple):
     in_one:         a grouped GEMM computes the plan.
     transposed:     a packed weight is stored [E, K, N].
     is_gathered:    a packed weight is codes.
-    counts:         products return what they lost.
     save:           the backward needs x.
     step, of_weight, rounds, turns:  of native calls: number of the compiled step, `Coding` of the
                     weights, and `GemmPlan.turns_wgrad`; -1: Python functions run.
@@ -65,7 +64,6 @@ class _Spec(NamedTuple):
     in_one: int
     transposed: int
     is_gathered: int
-    counts: int
     save: int
     step: int = -1
     of_weight: int = -1
@@ -91,7 +89,7 @@ class _Spec(NamedTuple):
         if not is_read:
             return self
         step = known(resolved.call, "the compiled step")
-        return _Spec(*self[:8], step, *of_weight, int(plan.turns_wgrad))
+        return _Spec(*self[:7], step, *of_weight, int(plan.turns_wgrad))
 
     def weights(
         self,
@@ -106,7 +104,7 @@ class _Spec(NamedTuple):
         if not self.is_gathered:
             return [t.mT for t in tensors] if self.transposed else tensors, None
         codes = tensors, direction, (self.experts, self.n, self.k)
-        together = multiplied and self.in_one
+        together = multiplied and self.in_one and are_read_together(plan, direction)
         stack = stack_of_codes(*codes, plan, dtype) if together else None
         return (tensors, stack) if stack else ([weight_of_codes(*codes, plan, dtype)], None)
 
@@ -117,7 +115,7 @@ class TracedCall(NamedTuple):
     plan:        of one product for all experts, or of each expert.
     records:     amaxes are recorded.
     step, ids:   of random bits: int64 [5], and [3] per expert; None and []: not read.
-    guards:      fp32 [3, 2], what products of each pass lost; []: they are not watched.
+    guards:      [guard, backward_guard] of `Call`; []: products are not watched.
     factors, histories:  of the delayed sides of input, weight and grad_output, of all experts each.
     tokens:      as of `GroupedCall`.
     """
@@ -147,9 +145,9 @@ class TracedCall(NamedTuple):
         read = [*written, *self.ids, *self.histories, *self.guards, *gathered]
         torch_compat.save_inputs(read, written, self.plan.weight if gathered else None)
         operands, biases = self._operands(weights, ROWWISE), list(biases)
-        state = self.plan.key, self.spec, self.step, self.ids, self.factors
+        state = self.plan.key, self.spec, self.guards[:1], self.step, self.ids, self.factors
         y, *saved = _experts(x, self.tokens, ends, operands, biases, shares, *state)
-        self._record(saved, ("input", "weight"), self.guards[:1])
+        self._record(saved, ("input", "weight"))
         saved = saved if self.spec.in_one else [ends]
         if self.spec.save and (self.plan.saves == "input" or not self.spec.in_one):
             saved.append(x)
@@ -167,9 +165,10 @@ class TracedCall(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with torch_compat.keep_in_backward():  # FSDP2 fills gathered codes then
             operands = self._operands(weights, COLUMNWISE)
-        state = self.plan.key, self.spec, list(needs), self.step, self.ids, self.factors
+        of_call = self.plan.key, self.spec, list(needs)
+        state = *of_call, self.guards[1:], self.step, self.ids, self.factors
         results = _experts_backward(dy, tokens, list(saved), operands, list(swiglu), *state)
-        self._record(results, ("grad_output",), self.guards[1:])
+        self._record(results, ("grad_output",))
         gradients = iter(results)
         dx, dw, db = (next(gradients) if need else None for need in needs)
         return dx, dw, db
@@ -180,10 +179,8 @@ class TracedCall(NamedTuple):
             return gathered_codes(weights[0], direction)
         return list(weights)
 
-    def _record(self, results: list[Tensor], slots: Sequence[str], guard: list[Tensor]) -> None:
-        """Record what an operator returned besides its own results, and remove it from them."""
-        if guard:
-            guard[0].add_(results.pop())
+    def _record(self, results: list[Tensor], slots: Sequence[str]) -> None:
+        """Record the amaxes that an operator returned, and remove them from its results."""
         if not self.factors:
             return
         tensors = self.histories, results.pop().unbind()
@@ -241,7 +238,7 @@ def traced_experts(
     of_one = of_groups if in_one else None
     plan_of_call = of_one or of_expert
     guards = guards if plan_of_call.resolved(x.dtype, x.device).is_watched else []
-    flags = in_one, transposed, is_gathered, bool(guards), save
+    flags = in_one, transposed, is_gathered, save
     spec = _Spec(*shape, *map(int, flags))
     if in_one and first.dim() == 3 and not decodes:
         spec = spec.with_step(of_groups, x.dtype, first)
@@ -257,28 +254,25 @@ def _call_of(
     x: Tensor,
     plan: GemmPlan,
     spec: _Spec,
+    guards: Sequence[Tensor],
     step: Tensor | None,
     ids: Sequence[Tensor],
     factors: Sequence[Tensor],
     tokens: Tensor | None = None,
 ) -> tuple[GroupedCall, list[Tensor]]:
-    """Return the call, and the results that it writes: amaxes [histories, 1] and what products lost
-    [3, 2], as far as there are any."""
-    written, guard, scales, amaxes = [], None, NOTHING, NOTHING
+    """Return the call, and the result that it writes: amaxes [histories, 1], if there are any."""
+    written, guard, scales, amaxes = [], guards[0] if guards else None, NOTHING, NOTHING
     if factors:
         written.append(x.new_zeros((len(factors), 1), dtype=torch.float32))
         scales = by_slot(plan, factors, spec.experts)
         amaxes = by_slot(plan, written[0].unbind(), spec.experts)
-    if spec.counts:
-        guard = x.new_zeros((3, 2), dtype=torch.float32)
-        written.append(guard)
     call = Call(plan, bool(spec.save), step, None, None, guard, guard, scales, amaxes)
     return GroupedCall(call, ids, (), spec.experts, bool(spec.in_one), 0, tokens), written
 
 
-def _run_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids, factors):
+def _run_forward(x, tokens, ends, weights, biases, shares, plan, spec, guards, step, ids, factors):
     plan, spec = plan_of(plan), _Spec(*spec)
-    call, written = _call_of(x, plan, spec, step, ids, factors, tokens)
+    call, written = _call_of(x, plan, spec, guards, step, ids, factors, tokens)
     weights, weight = spec.weights(weights, ROWWISE, plan, x.dtype)
     y, saved, _ = call.forward(x, ends, weights, biases, False, shares, weight)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
@@ -288,7 +282,7 @@ def _run_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids
     return [y, *saved, *written]
 
 
-def _fake_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, ids, factors):
+def _fake_forward(x, tokens, ends, weights, biases, shares, plan, spec, guards, step, ids, factors):
     plan, spec = plan_of(plan), _Spec(*spec)
     rows = (x if tokens is None else tokens).shape[0]
     outputs = [x.new_empty(rows, spec.n)]
@@ -298,31 +292,30 @@ def _fake_forward(x, tokens, ends, weights, biases, shares, plan, spec, step, id
         if spec.save and plan.saves != "input":
             shapes = _saved_shapes(plan, x, rows, spec)
             outputs += [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-    return [*outputs, *_fake_written(x, spec, factors)]
+    return [*outputs, *_fake_amaxes(x, factors)]
 
 
-def _run_backward(dy, tokens, saved, weights, swiglu, plan, spec, needs, step, ids, factors):
+def _run_backward(dy, tokens, saved, weights, swiglu, plan, spec, needs, guards, *state):
     plan, spec, dy = plan_of(plan), _Spec(*spec), dy.contiguous()
-    call, written = _call_of(dy, plan, spec, step, ids, factors)
+    call, written = _call_of(dy, plan, spec, guards, *state)
     weights, weight = spec.weights(weights, COLUMNWISE, plan, dy.dtype, needs[0])
     dx, dw, db = call.backward(dy, saved, weights, weight, needs, tokens, swiglu)
     dw = dw.mT.contiguous() if dw is not None and spec.transposed else dw
     return [*(t for t in (dx, dw, db) if t is not None), *written]
 
 
-def _fake_backward(dy, tokens, saved, weights, swiglu, plan, spec, needs, step, ids, factors):
+def _fake_backward(dy, tokens, saved, weights, swiglu, plan, spec, needs, guards, *state):
     spec = _Spec(*spec)
     matrix = (spec.k, spec.n) if spec.transposed else (spec.n, spec.k)
     rows = (dy if tokens is None else tokens).shape[0]
     last = torch.empty_like(swiglu[1]) if swiglu else dy.new_empty(spec.experts, spec.n)
     outputs = dy.new_empty(rows, spec.k), dy.new_empty(spec.experts, *matrix), last
     gradients = [t for t, need in zip(outputs, needs) if need]
-    return [*gradients, *_fake_written(dy, spec, factors)]
+    return [*gradients, *_fake_amaxes(dy, state[-1])]
 
 
-def _fake_written(x: Tensor, spec: _Spec, factors: Sequence[Tensor]) -> list[Tensor]:
-    shapes = [(len(factors), 1)] * bool(factors) + [(3, 2)] * spec.counts
-    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+def _fake_amaxes(x: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.new_empty((len(factors), 1), dtype=torch.float32)] if factors else []
 
 
 def _tiles(tokens: int, experts: int) -> int:
@@ -366,7 +359,10 @@ def _shapes_of_codes(
     return [(buffers.data, torch.uint8), (scale, buffers.scale_dtype)]
 
 
-_STATE = "str plan, int[] spec, {}Tensor? step, Tensor[] ids, Tensor[] factors) -> Tensor[]"
+_STATE = (
+    "str plan, int[] spec, {}Tensor[] guards, Tensor? step, Tensor[] ids, Tensor[] factors) "
+    "-> Tensor[]"
+)
 _experts = opaque.define(
     "experts(Tensor x, Tensor? tokens, Tensor ends, Tensor[] weights, Tensor[] biases, "
     "Tensor? shares, " + _STATE.format(""),

@@ -341,8 +341,7 @@ def linear(
 
 # Nothing of ours runs when a graph runs. dynamo calls `in_graph` without tracing into it;
 # AOTAutograd runs the program with fake tensors, and records its functional operators. State comes
-# in as tensors; amax histories and counts of the guard are written by functionalized in-place
-# operators.
+# in as tensors. Functionalized in-place operators write amax histories, products write guards.
 #
 # The partitioner (min-cut) never recomputes an operator that is not in its list, nor a value that
 # such an operator reads: so the codes of x that wgrad reads are computed with those of the forward

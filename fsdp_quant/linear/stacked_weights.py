@@ -110,7 +110,8 @@ def _of_values(
     def encoded(direction: Direction) -> StackedWeight:
         if not stacks:
             coded = [d.value for d in directions if plan.operand("weight", d).is_quantized]
-            counters.add_each("weight encode", itertools.product((s.name for s in states), coded))
+            names = itertools.product((s.name for s in states), coded)
+            counters.add_each("weight encode", tuple(names))
             stacks.update(encode(values, factors, histories))
         return stacks[direction]
 
@@ -327,7 +328,8 @@ def _of_gathered(
     # `gathered_storage` raises for freed codes and for other formats
     compact = [to_storage(gathered_storage(m, direction, plan, COMPACT)) for m in matrices]
     if is_one:
-        return _of_codes(gathered_codes(weight, direction), direction, weight.shape, plan, dtype)
+        codes = gathered_codes(weight, direction)
+        return stack_of_codes(codes, direction, weight.shape, plan, dtype)
     if layout == COMPACT or not compact[0].fmt.is_quantized:
         return _stacked(compact)
     return _stacked(to_gemm_operands([(storage, layout) for storage in compact]))
@@ -345,26 +347,11 @@ def stack_of_codes(
     shape: Sequence[int],
     plan: GemmPlan,
     dtype: torch.dtype,
-) -> StackedWeight | None:
-    """Return the operand of a weight [E, N, K] for the buffers from `gathered_codes`; None if each
-    matrix is converted by itself. Raises StaleWeightError for freed codes."""
-    if not are_read_together(plan, direction):
-        return None
+) -> StackedWeight:
+    """Return the operand of a weight [E, N, K] for the buffers from `gathered_codes`, if they
+    `are_read_together`. Raises StaleWeightError for freed codes."""
     (experts, n, k), fmt = shape, plan.operand("weight", direction)
     Storage.over(codes, fmt, direction, (experts * n, k), dtype).readable()
-    return _of_codes(codes, direction, shape, plan, dtype)
-
-
-def _of_codes(
-    codes: Sequence[Tensor],
-    direction: Direction,
-    shape: Sequence[int],
-    plan: GemmPlan,
-    dtype: torch.dtype,
-) -> StackedWeight:
-    """Return the operand for `gathered_codes` of a weight [E, N, K] with one level of scales."""
-    experts, n, k = shape
-    fmt = plan.operand("weight", direction)
     layout = plan.resolved(dtype, codes[0].device).layouts["weight"][direction]
     data, *scales = (t.unflatten(0, (experts, -1)) for t in codes)
     transposed = direction is COLUMNWISE
