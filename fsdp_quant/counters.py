@@ -30,17 +30,22 @@ class Counters:
 
     def __init__(self):
         self._counts: dict[str, Counter] = defaultdict(Counter)
+        self._lists: Counter[tuple[str, tuple]] = Counter()  # of `add_each`, not counted yet
         self.epoch, self.has_graphs = 0, False
         self.sources: list[Callable[[], Iterable[tuple[str, object, int]]]] = []
 
     def add(self, name: str, detail: object, amount: int = 1) -> None:
         self._counts[name][detail] += amount
 
-    def add_each(self, name: str, details: Iterable[object]) -> None:
+    def add_each(self, name: str, details: tuple) -> None:
         """Count each detail once."""
-        self._counts[name].update(details)
+        self._lists[name, details] += 1
 
     def _ask(self) -> None:
+        for (name, details), times in self._lists.items():
+            for detail in details:
+                self.add(name, detail, times)
+        self._lists.clear()
         for source in self.sources:
             for name, detail, amount in source():
                 if amount:
@@ -63,11 +68,13 @@ class Counters:
     def uncounted(self) -> Iterator[None]:
         """Leave the counts as they are: the code inside runs only for its shapes."""
         before = {name: counts.copy() for name, counts in self._counts.items()}
+        lists = self._lists.copy()
         try:
             yield
         finally:
             self._counts.clear()
             self._counts.update(before)
+            self._lists = lists
 
 
 counters = Counters()

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <ATen/core/List.h>
+#include <ATen/ops/as_strided_native.h>
 #include <torch/library.h>
 
 #include "api/launch.h"
@@ -25,7 +26,9 @@ std::vector<at::Tensor> matrices_of(at::TensorList stacks) {
       x.push_back(t);
       continue;
     }
-    for (int64_t e = 0; e < t.size(0); ++e) x.push_back(t.select(0, e));
+    const auto sizes = t.sizes().slice(1), strides = t.strides().slice(1);
+    for (int64_t e = 0; e < t.size(0); ++e)
+      x.push_back(at::native::as_strided_tensorimpl(t, sizes, strides, t.storage_offset() + e * t.stride(0)));
   }
   return x;
 }

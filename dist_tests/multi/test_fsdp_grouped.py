@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
+from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.checkpoint import code_tensors, fingerprints
 from fsdp_quant.counters import counters
@@ -168,3 +171,46 @@ def test_packed_experts_are_gathered_as_each_alone_is_quantized():
     """If false, experts of one weight share scales, a pass gathers more than its direction, or
     ranks without experts hang."""
     assert len(set(run_ranks(4, _gathers_whole_experts))) == 1
+
+
+class _Calls(collections.Counter):
+    """Calls of Python functions of a step, generators each time they go on, by file: of what runs
+    before a layer does."""
+
+    PLACES = "/tensor/", "/root_context.py", "/passes.py", "/counters.py", "/quantization.py"
+
+    def of(self, step) -> _Calls:
+        sys.setprofile(self._note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+        return self
+
+    def _note(self, frame, event, _) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and any(place in name for place in self.PLACES):
+            self[f"{name.rsplit('/', 1)[1]} {frame.f_code.co_name}"] += 1
+
+
+def _calls_per_step(rank: int, world: int) -> list[dict]:
+    calls = []
+    for experts in (4, 32):
+        with hopper.emulated():
+            options = {"packed": True, "recipe": recipes.mxfp8(), "dtype": torch.bfloat16}
+            module = fq.GroupedLinear(experts, 64, 128, bias=False, **options)
+            model = fully_shard(module)
+            ends = torch.tensor([32] * experts).cumsum(0)
+            x = laws.values(32 * experts, 64).bfloat16().requires_grad_()
+            with torch.autograd.set_multithreading_enabled(False):
+                for _ in range(3):
+                    last = _Calls()
+                    last.of(lambda model=model, x=x, ends=ends: model(x, ends).sum().backward())
+            calls.append(dict(last))
+    return calls
+
+
+def test_a_gather_calls_nothing_per_expert():
+    """If false, the host of a step works longer for more experts, whose codes one launch writes."""
+    few, many = run_ranks(1, _calls_per_step)[0]
+    assert few and few == many

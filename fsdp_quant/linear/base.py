@@ -353,12 +353,13 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
         """Record whether the backward runs this forward again. An evaluation says nothing of it."""
-        if self.recomputes_forward is not None:
-            owner.recomputes = bool(self.recomputes_forward)
-        elif grad:
-            owner.recomputes = torch_compat.checkpoint_hook() is not None
-        elif torch_compat.running_function() is not None:
-            owner.recomputes = True  # reentrant checkpointing runs the first forward
+        recomputes = self.recomputes_forward
+        if recomputes is None and grad:
+            recomputes = torch_compat.checkpoint_hook() is not None
+        elif recomputes is None and torch_compat.running_function() is not None:
+            recomputes = True  # reentrant checkpointing runs the first forward
+        if recomputes is not None:
+            (owner.recomputed.add if recomputes else owner.recomputed.discard)(owner.name)
 
     def _check_domains(
         self, plan: GemmPlan, dtype: torch.dtype, planned: torch.dtype, device: torch.device

@@ -242,9 +242,10 @@ class GroupedLinear(HasWeight):
         for e, recipe in enumerate(recipes[self.first_expert :][: shape[0]], self.first_expert):
             layer = Expert(weight, recipe, f"{name}.{e}", EXPERT, first)
             first = first or layer
-            layer.runtime.weight_state.histories = state.histories
+            part = layer.runtime.weight_state
+            part.histories, part.recomputed = state.histories, state.recomputed
             layer.prepare_graphs()
-            state.packed.append(layer.runtime.weight_state)
+            state.packed.append(part)
             self._linears.append(layer)
         self._take_parts()
 

@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,7 @@ class TrainingSteps:
         """Count the passes of a model with these layers. Inserted ones too, unless their own have
         run."""
         self.model = weakref.ref(model)
+        OF_ROOT.clear()
         for layer in layers:
             if layer.runtime.steps is None or not layer.runtime.steps.has_run:
                 layer.runtime.steps = self
@@ -396,7 +397,7 @@ def own_steps(module: nn.Module) -> TrainingSteps | None:
 
 
 def set_steps(module: nn.Module, steps: TrainingSteps) -> None:
-    _OF_ROOT.clear()
+    OF_ROOT.clear()
     runtime = module.__dict__.get("runtime")
     if isinstance(runtime, Runtime):
         runtime.steps = steps
@@ -422,16 +423,8 @@ def steps_within(model: nn.Module) -> list[TrainingSteps]:
     return list(dict.fromkeys(s for layer in layers if (s := layer.runtime.steps) is not None))
 
 
-# Root of FSDP2 -> its layers; dropped when a model counts.
-_OF_ROOT: MutableMapping[nn.Module, list[weakref.ref[Layer]]] = weakref.WeakKeyDictionary()
-
-
-def layers_of_root(root: nn.Module) -> list[Layer]:
-    """Return the layers of a root of FSDP2, whose steps are counted from now on."""
-    if root not in _OF_ROOT:
-        steps_within(root)
-        _OF_ROOT[root] = [weakref.ref(layer) for layer in layers_of(root)]
-    return [layer for reference in _OF_ROOT[root] if (layer := reference()) is not None]
+# Root of FSDP2 -> its layers (`root_context.RootLayers`); dropped when a model counts.
+OF_ROOT: MutableMapping[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def steps_of(model: nn.Module) -> TrainingSteps:

@@ -8,18 +8,34 @@ is that of the root's forward. Its formats stay until a forward of the root begi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
 
 from torch import nn
 
-from ..context import current_autocast
+from ..context import Autocast, current_autocast
 from ..tensor import torch_compat
 from ..tensor.agreement import text_of
 from ..tensor.fsdp_hooks import managed_states, set_formats
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.rendezvous import agree_apart
-from ..tensor.weight_state import WeightTensor
-from .passes import Layer, layers_of_root
+from ..tensor.weight_state import WeightState, WeightTensor
+from .passes import OF_ROOT, Layer, layers_of, steps_within
+
+
+class RootLayers:
+    """The layers of a root, at which no forward looks one by one: experts are many. Their steps are
+    counted from now on.
+
+    steps:        -> the runtimes that they count.
+    formats_set:  `WeightState.formats_set` when all weights had the formats of their plans.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.formats_set, self.steps = -1, {steps: [] for steps in steps_within(root)}
+        self.layers: list[weakref.ref[Layer]] = []
+        for layer in layers_of(root):
+            self.layers.append(weakref.ref(layer))
+            self.steps[layer.runtime.steps].append(layer.runtime)
 
 
 def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
@@ -31,27 +47,32 @@ def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     Every rank must call it. Raises ValueError, on every rank, if ranks enter contexts of different
     recipes.
     """
-    layers = layers_of_root(root)
-    runtimes = [layer.runtime for layer in layers]
-    for steps in dict.fromkeys(runtime.steps for runtime in runtimes):
-        if steps is not None and steps.is_counting:
+    of_root, override = OF_ROOT.get(root), current_autocast()
+    if of_root is None:
+        of_root = OF_ROOT[root] = RootLayers(root)
+    for steps, runtimes in of_root.steps.items():
+        if steps.is_counting:
             steps.has_root = True
-            passes = (runtime.ran_in for runtime in runtimes if runtime.steps is steps)
-            if is_outermost or not trains or steps.current in (None, *passes):
+            passes = (runtime.ran_in for runtime in runtimes)
+            if is_outermost or not trains or steps.current is None or steps.current in passes:
                 steps.enter(trains, is_root=True)
-    _take_formats(root, layers)
+    if override is not None or of_root.formats_set != WeightState.formats_set:
+        _take_formats(root, of_root, override)
 
 
-def _take_formats(root: nn.Module, layers: Sequence[Layer]) -> None:
-    override, changes = current_autocast(), []
-    for layer in layers:  # experts are many
+def _take_formats(root: nn.Module, of_root: RootLayers, override: Autocast | None) -> None:
+    formats_set, changes, as_planned = WeightState.formats_set, [], override is None
+    for layer in (layer for of in of_root.layers if (layer := of()) is not None):
         runtime = layer.runtime
         plan = runtime.plan if override is None else layer.plan_in(override, runtime.ids.device)
         asked, has = plan.weight, runtime.weight_state.quantizer
         if asked is has or asked == has:
             continue
+        as_planned = False
         if isinstance(torch_compat.local_of(layer.trained[0]), _MAY_BE_GATHERED):
             changes.append((runtime, plan))
+    if as_planned:
+        of_root.formats_set = formats_set
     managed = managed_states() if changes else {}
     # codes that are parameters keep their formats: their layers refuse the context
     changes = [

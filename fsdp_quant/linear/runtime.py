@@ -125,6 +125,7 @@ class LayerRuntime(Runtime):
     def set_plan(self, plan: GemmPlan) -> None:
         """Multiply by this plan; the next gather of the weight lays its codes out for it."""
         self.plan = plan
+        WeightState.formats_set += 1
         if plan.weight == self.weight_state.quantizer:  # else of a context (`root_context`)
             self.weight_state.plan = plan
         layer = None if self.frozen is None else self.frozen()

@@ -87,7 +87,7 @@ class GatherGroup:
         in_graphs = bool(RECOMPUTED_IN_GRAPHS)  # few do, and experts are many matrices
         return [
             self.is_checkpointed
-            or m.state.is_recomputed
+            or bool(m.state.recomputed)
             or (in_graphs and any(s.quantizer in RECOMPUTED_IN_GRAPHS for s in m.matrices))
             for m in self.members
         ]
@@ -219,7 +219,7 @@ class GatherPlan:
         return _Sent(
             key,
             launched or [],
-            [(a.shard.piece.state.name, a.direction.value) for a in asked],
+            tuple((a.shard.piece.state.name, a.direction.value) for a in asked),
             inputs,
             not_gathered,
             torch_compat.by_dtype(copies),
@@ -325,7 +325,7 @@ class _Sent(NamedTuple):
 
     key: list[tuple[tuple, tuple[Tensor | None, ...]]]
     launches: list[tuple[RecordedEncode, list[int]]]
-    names: list[tuple[str, str]]
+    names: tuple[tuple[str, str], ...]
     inputs: list[tuple[Tensor, ...]]
     not_gathered: list[tuple[Tensor, Tensor]]
     copies: list[tuple[list[Tensor], list[Tensor]]]

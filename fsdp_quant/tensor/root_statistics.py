@@ -220,7 +220,8 @@ class Collective:
     """
 
     def __init__(self, weights: Sequence[Sharded], groups: tuple[dist.ProcessGroup, ...]):
-        self._key = _key(weights)
+        self._weights, self._formats = _facts(weights), _formats(weights)
+        self._formats_set = WeightState.formats_set
         pieces = [(piece, weight) for weight in weights for piece in weight.pieces()]
         fragments = [(_fragment(piece, weight), piece, weight) for piece, weight in pieces]
         crossing = [f for f in fragments if any(map(f[0].shares_statistics, f[0].encodings))]
@@ -236,8 +237,12 @@ class Collective:
     def replay(self, weights: Sequence[Sharded]) -> bool:
         """Reduce the statistics of the same weights again. Returns False, before any collective, if
         more than values differs."""
-        if self._key != _key(weights) or any(state.packed for state, _ in self._states):
+        if self._weights != _facts(weights) or any(state.packed for state, _ in self._states):
             return False
+        if self._formats_set != WeightState.formats_set:  # experts are many
+            if self._formats != _formats(weights):
+                return False
+            self._formats_set = WeightState.formats_set
         by_state = {weight.state: weight for weight in weights}
         for fragment, (state, _) in zip(self._crossing, self._states):
             weight = by_state[state]
@@ -269,10 +274,12 @@ class Collective:
             fragment.values = _NOTHING  # do not keep a replaced weight alive
 
 
-def _key(weights: Sequence[Sharded]) -> list:
-    states = (weight.state for weight in weights)
-    formats = [(m.quantizer, m.compute_dtype) for state in states for m in state.matrices]
-    return formats + [(w.state, w.identity, w.local.dtype, not w.known) for w in weights]
+def _facts(weights: Sequence[Sharded]) -> list[tuple]:
+    return [(w.state, w.identity, w.local.dtype, not w.known) for w in weights]
+
+
+def _formats(weights: Sequence[Sharded]) -> list[tuple]:
+    return [(m.quantizer, m.compute_dtype) for w in weights for m in w.state.matrices]
 
 
 def _fragment(piece: Piece, weight: Sharded) -> Fragment:

@@ -15,7 +15,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,9 @@ class WeightState:
     compute_dtype: dtype that quantized formats see (None: the weight's own).
     plan:          `linear.plan.GemmPlan` of the layer: the layouts in which its GEMMs read
                    gathered codes. None: compact.
-    recomputes:    the backward recomputes the forward of the layer, so it reads rowwise codes too.
+    recomputed:    names of the matrices whose layers run their forward again in the backward, which
+                   then reads rowwise codes too.
+    formats_set:   how often formats of any weight were set.
     weight_sync:   the `fq.hooks` sync that writes the codes of a published weight, or None.
     tensor_group:  ranks of tensor parallelism, which share amaxes of the whole tensor. Not saved.
     tensor_dim:    dim that tensor parallelism cuts.
@@ -115,6 +117,7 @@ class WeightState:
     """
 
     holds_codes = False  # the parameter is its codes (`quantized_weight.QuantizedWeightState`)
+    formats_set: ClassVar[int] = 0
 
     forward_begins: Callable[[Any, bool, bool], None] | None = None
     padding: Callable[[Any, torch.Size], Tensor] | None = None
@@ -141,7 +144,7 @@ class WeightState:
         self.quantizer: WeightQuantizer = quantizer  # pyright: ignore[reportAttributeAccessIssue]
         self.shape = tuple(shape)
         self.plan: Any = None
-        self.recomputes = False
+        self.recomputed: set[str] = set()
         self.packed: list[WeightState] = []
         self.tensor_group: dist.ProcessGroup | None = None
         self.tensor_dim = 0
@@ -166,7 +169,7 @@ class WeightState:
     def as_kind(self, kind: type[_S]) -> _S:
         """Return a state of another class, of the same formats and histories and of no gather."""
         state = kind(self.name, self.quantizer, self.shape, self.compute_dtype)
-        of_weight = "plan", "recomputes", "packed", "tensor_group", "tensor_dim", "histories"
+        of_weight = "plan", "recomputed", "packed", "tensor_group", "tensor_dim", "histories"
         for name in (*of_weight, "forward_begins"):
             setattr(state, name, getattr(self, name))
         return state
@@ -174,6 +177,7 @@ class WeightState:
     def set_quantizer(self, quantizer: WeightQuantizer) -> None:
         """Set the quantizer of another recipe; discard held codes and gather buffers."""
         self.quantizer = quantizer
+        WeightState.formats_set += 1
         if self.held is not None:
             self.held.codes.clear()
         self.gathered = self.statistics = None
@@ -184,10 +188,6 @@ class WeightState:
     def matrices(self) -> list[WeightState]:
         """States with a quantizer: of each matrix of a packed weight, else this one."""
         return self.packed or [self]
-
-    @property
-    def is_recomputed(self) -> bool:
-        return self.recomputes or any(part.recomputes for part in self.packed)
 
     @property
     def part(self) -> tuple[int, int]:
@@ -408,7 +408,7 @@ def encode_shards(
             launches += ((launch, places) for launch in recorded)
         results.update(zip(places, codes))
         if encoding.fmt.is_quantized:
-            names = [(s.piece.state.name, s.direction.value) for s in group]
+            names = tuple((s.piece.state.name, s.direction.value) for s in group)
             counters.add_each("weight encode", names)
     return list(map(results.__getitem__, range(len(shards))))
 

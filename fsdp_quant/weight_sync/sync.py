@@ -261,7 +261,7 @@ class WeightSync:
             self._dense or f.cuts.shares_statistics(e) for _, f in pairs for e in f.encodings
         )
         spans = any(w.spans_parts(e) for w, f in pairs for e in f.encodings)
-        counters.add_each("amax all-reduce", ["sync"] * (crosses + spans))
+        counters.add_each("amax all-reduce", ("sync",) * (crosses + spans))
         by_fragment = cast_master_weights(
             [fragment for _, fragment in pairs],
             self.group,
