@@ -19,7 +19,7 @@ from ..tensor.fsdp_hooks import managed_states, set_formats
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.rendezvous import agree_apart
 from ..tensor.weight_state import WeightState, WeightTensor
-from .passes import OF_ROOT, Layer, layers_of, steps_within
+from .passes import OF_ROOT, layers_of, steps_within
 
 
 class RootLayers:
@@ -31,11 +31,11 @@ class RootLayers:
     """
 
     def __init__(self, root: nn.Module):
-        self.formats_set, self.steps = -1, {steps: [] for steps in steps_within(root)}
-        self.layers: list[weakref.ref[Layer]] = []
-        for layer in layers_of(root):
-            self.layers.append(weakref.ref(layer))
-            self.steps[layer.runtime.steps].append(layer.runtime)
+        steps_within(root)
+        self.formats_set, layers = -1, layers_of(root)
+        self.layers, self.steps = list(map(weakref.ref, layers)), {}
+        for runtime in (layer.runtime for layer in layers):
+            self.steps.setdefault(runtime.steps, []).append(runtime)
 
 
 def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
@@ -51,7 +51,7 @@ def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
     if of_root is None:
         of_root = OF_ROOT[root] = RootLayers(root)
     for steps, runtimes in of_root.steps.items():
-        if steps.is_counting:
+        if steps is not None and steps.is_counting:
             steps.has_root = True
             passes = (runtime.ran_in for runtime in runtimes)
             if is_outermost or not trains or steps.current is None or steps.current in passes:
