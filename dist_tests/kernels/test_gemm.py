@@ -20,7 +20,7 @@ from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import gemm
 from fsdp_quant.linear import guard, shared_input
 from fsdp_quant.ops import layout
-from fsdp_quant.ops.capability import arch_of, gemm_domain
+from fsdp_quant.ops.capability import arch_of, gemm_domain, operand_layout
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.storage import Storage, to_layout, to_storage
 
@@ -82,7 +82,17 @@ def operands(
 
 
 def exact(a: Storage, b: Storage) -> Tensor:
-    return a.operand().double() @ b.operand().double().t()
+    """The product of the decoded operands; of nvfp4 as it is rounded to e4m3 beside 8-bit codes."""
+    arch = arch_of(DEVICE)
+    domain, _ = gemm_domain(a.fmt, b.fmt, BF16, arch)
+
+    def values(s: Storage, other: Storage) -> Tensor:
+        rounds = s.fmt.becomes_e4m3 and not s.fmt.decodes_exactly_to_e4m3
+        if domain == "anchored" and rounds:
+            s = to_layout(s, operand_layout(s.fmt, other.fmt, domain, arch))
+        return s.operand().double()
+
+    return values(a, b) @ values(b, a).t()
 
 
 def error(got: Tensor, want: Tensor) -> float:
