@@ -42,10 +42,10 @@ class Counters:
         self._lists[name, details] += 1
 
     def _ask(self) -> None:
-        for (name, details), times in self._lists.items():
+        lists, self._lists = self._lists, Counter()
+        for (name, details), times in list(lists.items()):  # to which another thread may add
             for detail in details:
                 self.add(name, detail, times)
-        self._lists.clear()
         for source in self.sources:
             for name, detail, amount in source():
                 if amount:
