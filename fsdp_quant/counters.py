@@ -42,8 +42,8 @@ class Counters:
         self._lists[name, details] += 1
 
     def _ask(self) -> None:
-        lists, self._lists = self._lists, Counter()  # other threads count meanwhile
-        for (name, details), times in lists.items():
+        lists, self._lists = self._lists, Counter()
+        for (name, details), times in list(lists.items()):  # to which another thread may add
             for detail in details:
                 self.add(name, detail, times)
         for source in self.sources:

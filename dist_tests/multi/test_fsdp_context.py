@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
+from dist_tests.single import hopper
+from fsdp_quant import recipes
 from fsdp_quant.linear import root_context
 from fsdp_quant.tensor import rendezvous
 from fsdp_quant.tensor.fsdp_hooks import managed_states
@@ -109,3 +115,50 @@ def test_ranks_in_different_contexts_raise_one_sentence():
     (both, alone), (other,) = results
     assert both == other and "fq.autocast around the forward of fully_shard is nvfp4" in both, both
     assert "nothing new after 1 s on rank 1" in alone, alone
+
+
+class _Experts(nn.Module):
+    """Experts with a weight each, of 64 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = fq.GroupedLinear(2, 64, 64, False, recipe=recipes.mxfp8(), name="experts")
+
+    def forward(self, x):
+        return self.experts(x, [32, 32])
+
+
+def _layouts_of_contexts(rank: int, world: int) -> int:
+    linear = functools.partial(fq.Linear, 64, 64, False, recipe=recipes.mxfp8(), name="linear")
+    moved = {"dgrad": "anchored 128"}  # by the guard
+    arms = [
+        (linear, {}, recipes.mxfp8(accuracy="token")),
+        (linear, moved, recipes.mxfp8()),
+        (_Experts, {}, recipes.mxfp8(accuracy="token")),
+        (_Experts, {}, recipes.fp8_block()),
+    ]
+    for make, rungs, recipe in arms:
+        with hopper.emulated():
+            block = make().bfloat16()
+            for layer in block.modules():
+                if isinstance(layer, fq.Linear):
+                    layer.runtime.move_to(rungs)
+            whole = nn.Sequential(copy.deepcopy(block))
+            sharded = fully_shard(nn.Sequential(fully_shard(block)))
+            for inside in (False, True, True, False, True):
+                results = []
+                for model in (whole, sharded):
+                    x = laws.values(64, 64).bfloat16().requires_grad_()
+                    with fq.autocast(recipe) if inside else contextlib.nullcontext():
+                        y = model(x)
+                        y.sum().backward()
+                    results.append((y.detach(), x.grad))
+                for got, want in zip(*reversed(results)):
+                    laws.assert_same_bytes(got, want, f"{recipe}, moved={rungs}, inside={inside}")
+    return len(arms)
+
+
+def test_a_context_gathers_the_layouts_that_its_gemms_read():
+    """If false, a backward inside fq.autocast finds codes of the same format in the layout of
+    another recipe, or of one expert alone, and raises StaleWeightError."""
+    assert run_ranks(1, _layouts_of_contexts) == [4]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -171,6 +172,52 @@ def test_packed_experts_are_gathered_as_each_alone_is_quantized():
     """If false, experts of one weight share scales, a pass gathers more than its direction, or
     ranks without experts hang."""
     assert len(set(run_ranks(4, _gathers_whole_experts))) == 1
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        options = {"packed": True, "recipe": recipes.mxfp8(), "dtype": torch.bfloat16}
+        self.experts = fq.GroupedLinear(4, 64, 64, bias=False, **options)
+
+    def forward(self, x, checkpoints: bool):
+        arguments = x, [len(x) // 4] * 4
+        if checkpoints:
+            return checkpoint(self.experts, *arguments, use_reentrant=False)
+        return self.experts(*arguments)
+
+
+class _Root(nn.Module):  # which FSDP2 does not reshard after its forward
+    def __init__(self):
+        super().__init__()
+        self.block = fully_shard(_Block())
+
+    def forward(self, *arguments):
+        return self.block(*arguments)
+
+
+def _gathers_what_passes_read(rank: int, world: int) -> list[list[set]]:
+    gathers = []
+    # each expert runs by itself, or is called by itself in one product
+    for recipe, rows in ((recipes.mxfp8(), 0), (recipes.fp8_delayed(), 64)):
+        with hopper.emulated():
+            model, steps = fully_shard(_Root()), []
+            for checkpoints in (True, False):
+                x = laws.values(rows if checkpoints else 64, 64).bfloat16().requires_grad_()
+                counters.reset()
+                with fq.autocast(recipe if checkpoints else recipes.mxfp8()):
+                    model(x, checkpoints).sum().backward()
+                steps.append({(phase, direction) for phase, direction, _ in counters.of("gather")})
+        gathers.append(steps)
+    return gathers
+
+
+def test_experts_end_their_recomputation_together():
+    """If false, a rank that had no tokens inside torch.utils.checkpoint gathers other directions
+    than ranks that had, from the first step on that recomputes nothing."""
+    for recomputed, plain in run_ranks(1, _gathers_what_passes_read)[0]:
+        assert ("backward", "rowwise") in recomputed
+        assert plain == {("forward", "rowwise"), ("backward", "columnwise")}
 
 
 class _Calls(collections.Counter):

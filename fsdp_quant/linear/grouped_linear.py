@@ -510,9 +510,9 @@ class GroupedLinear(HasWeight):
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends.to(rows.device, non_blocking=True)
         states = [layer.runtime.weight_state for layer in layers]
-        if states[0].quantizer != plan.weight:  # held codes are not of a context's recipe
-            states = []
-        call = GroupedCall.combined(calls, states, len(layers), self._tag)
+        states[0].recomputed &= {states[0].name}  # of a packed weight it speaks for all
+        holds = states[0].quantizer == plan.weight  # held codes are not of a context's recipe
+        call = GroupedCall.combined(calls, states if holds else [], len(layers), self._tag)
         call = call._replace(tokens=tokens_of(*routes)) if routes else call
         return run_experts(call, plan, rows, ends, weights, biases, *of_call)
 

@@ -9,6 +9,7 @@ is that of the root's forward. Its formats stay until a forward of the root begi
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 from torch import nn
 
@@ -63,23 +64,20 @@ def forward_begins(root: nn.Module, trains: bool, is_outermost: bool) -> None:
 def _take_formats(root: nn.Module, of_root: RootLayers, override: Autocast | None) -> None:
     formats_set, changes, as_planned = WeightState.formats_set, [], override is None
     for layer in (layer for of in of_root.layers if (layer := of()) is not None):
-        runtime = layer.runtime
-        plan = runtime.plan if override is None else layer.plan_in(override, runtime.ids.device)
-        asked, has = plan.weight, runtime.weight_state.quantizer
-        if asked is has or asked == has:
-            continue
-        as_planned = False
-        if isinstance(torch_compat.local_of(layer.trained[0]), _MAY_BE_GATHERED):
-            changes.append((runtime, plan))
-    if as_planned:
-        of_root.formats_set = formats_set
-    managed = managed_states() if changes else {}
+        runtime, state, plan = layer.runtime, layer.runtime.weight_state, layer.runtime.plan
+        if override is not None:
+            plan = replace(layer.plan_in(override, runtime.ids.device), alone=plan.alone)
+        if plan.weight != state.quantizer:
+            as_planned = False
+            if isinstance(torch_compat.local_of(layer.trained[0]), _MAY_BE_GATHERED):
+                changes.append((runtime, plan))
+        elif state.plan != plan:  # other layouts: on this rank alone, where its guard moved them
+            state.plan = plan
+            WeightState.formats_set += 1
+    of_root.formats_set = formats_set if as_planned else -1
     # codes that are parameters keep their formats: their layers refuse the context
-    changes = [
-        (runtime, plan)
-        for runtime, plan in changes
-        if (of := managed.get(id(runtime.weight_state))) and not of[1].holds_codes
-    ]
+    managed = {i: m for i, m in managed_states().items() if not m[1].holds_codes} if changes else {}
+    changes = [(runtime, plan) for runtime, plan in changes if id(runtime.weight_state) in managed]
     if not changes:
         return
     recipe = "none" if override is None else text_of(override.recipe)
