@@ -47,10 +47,11 @@ from fsdp_quant.hooks import (
     plan_weight_sync,
     token_alignment,
 )
-from fsdp_quant.ops import flat_codes
+from fsdp_quant.ops.layout import pack
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import AmaxHistory, DelayedScaling
 from fsdp_quant.tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
+from fsdp_quant.weight_sync.cast import codes_of_run, rows_of_codes
 from fsdp_quant.weight_sync.shard_map import ALIGNMENT, Segments, WireTensor
 
 WAYS = [(transport, stats) for transport in ("codes", "highprec") for stats in ("dense", "halo")]
@@ -320,18 +321,18 @@ def test_runs_of_codes_put_together_are_the_tensor():
     draw = random.Random(3)
     for rows, cols, bits in itertools.product((1, 3, 6), (1, 2, 5, 8), (4, 6, 8)):
         codes = torch.randint(0, 2**bits, (rows, cols), dtype=torch.uint8)
-        whole = flat_codes.pack(codes, bits)
+        whole = pack(codes, bits)
         flat = torch.zeros(math.ceil(rows * cols * bits / 8), dtype=torch.uint8)
         cuts = random_cuts(draw, rows * cols, 4, "random")
         for rank in range(4):
             start, end = cuts.run(rank)
             first, last = start // cols, -(-end // cols) if end > start else start // cols
-            got = flat_codes.codes_of_run(whole[first:last], bits, start, end - start, cols)
+            got = codes_of_run(whole[first:last], bits, start, end - start, cols)
             if end > start:
                 flat[start * bits // 8 : math.ceil(end * bits / 8)] |= got
             else:
                 assert got.numel() == 0
-        assert_same_bytes(flat_codes.rows_of_codes(flat, bits, rows, cols), whole)
+        assert_same_bytes(rows_of_codes(flat, bits, rows, cols), whole)
 
 
 def codes_in_place(pair, world: int, device: str = "cpu") -> None:

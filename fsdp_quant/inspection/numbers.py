@@ -166,17 +166,15 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 
 def _scale_per_element(storage: Storage) -> Tensor:
-    s = storage
-    if s.scale is None:
-        raise ValueError(f"{s.describe()} has no scales to measure")
+    s, scales = storage, storage.scales
     if s.fmt.scale == "e8m0":
-        factor = _powers_of_two(s.scale.device)[s.scale.int()]
+        factor = _powers_of_two(scales.device)[scales.int()]
     else:
-        factor = reference.decode_scale(s.scale, s.fmt)
+        factor = reference.decode_scale(scales, s.fmt)
         if s.tensor_amax is not None:
             second = reference.tensor_decode_scale(s.tensor_amax, s.fmt)
             factor = factor * reference.of_each_line(second, s.fmt, s.direction)
-    ones = torch.ones((), dtype=torch.float32, device=s.scale.device).expand(s.padded_shape)
+    ones = torch.ones((), dtype=torch.float32, device=scales.device).expand(s.padded_shape)
     return reference.scaled_by_block(ones, factor, s.fmt, s.direction, s.row0)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -111,8 +111,7 @@ class ModelPlan:
     @property
     def gathered_bytes(self) -> tuple[int, int]:
         """Sum the (forward, backward) bytes of the converted weights."""
-        pairs = self.weight_bytes.values()
-        return sum(forward for forward, _ in pairs), sum(backward for _, backward in pairs)
+        return _summed(self.weight_bytes.values())
 
     def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
         """Sum the bytes of a forward's and backward's gathers, of unquantized parameters too."""
@@ -295,7 +294,7 @@ def plan(
         result.gemms += rows if module.weight.requires_grad else rows[:2]  # no wgrad
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
-    result.gradient_bytes = _gradient_bytes(managed)
+    result.gradient_bytes = _summed(list(map(reduced_bytes, by_group(managed))))
     if links is not None:
         result.traffic = _traffic(managed, roots, links, latency)
     for m in managed:
@@ -332,9 +331,8 @@ def _links(
     return links
 
 
-def _gradient_bytes(managed: list[ManagedParam]) -> tuple[int, int]:
-    pairs = [reduced_bytes(params) for params in by_group(managed)]
-    return sum(shards for shards, _ in pairs), sum(copies for _, copies in pairs)
+def _summed(pairs: Collection[tuple[int, int]]) -> tuple[int, int]:
+    return sum(first for first, _ in pairs), sum(second for _, second in pairs)
 
 
 def _traffic(

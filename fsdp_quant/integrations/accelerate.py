@@ -9,10 +9,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..models.convert import convert_once
 from ..recipe import PerLayer, Recipe, Schedule
 from ..tensor.quantized_tensor import addresses_are_names
 from ..training.training_state import TrainingState
-from .conversion import convert_once
 
 
 def prepare(

@@ -13,10 +13,10 @@ from lightning.pytorch import plugins as trainer
 from torch import autocast, bfloat16, nn
 
 from ..linear.training_steps import begin_step, count_passes
+from ..models.convert import convert_once
 from ..recipe import PerLayer, Recipe, Schedule
 from ..training.hold import hold
 from ..training.training_state import TrainingState
-from .conversion import convert_once
 
 
 class FabricPrecision(fabric.Precision):

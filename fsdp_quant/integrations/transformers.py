@@ -24,10 +24,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..inspection.recorder import Inspection, Numbers, inspect
 from ..linear.training_steps import begin_step, count_passes, skip_step
+from ..models.convert import convert_once
 from ..recipe import PerLayer, Recipe, Schedule
 from ..training.hold import hold
 from ..training.training_state import TrainingState
-from .conversion import convert_once
 
 FILE = "fsdp_quant.pt"  # in each checkpoint folder
 

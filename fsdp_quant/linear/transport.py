@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 from .cut import SequenceCut
 
+Result = TypeVar("Result")
+
 # Transport: one way to start and to wait #
 
 
@@ -50,14 +52,7 @@ class _Works:
         """Gather each buffer from every rank: [ranks, *shape]. One launch under NCCL."""
         gathered = [b.new_empty(group.size(), *b.shape) for b in buffers]
         pairs = [(flat_bytes(g), flat_bytes(b)) for g, b in zip(gathered, buffers) if b.numel()]
-        works = torch_compat.all_gather_rows(pairs, group) if pairs else []
-
-        def wait() -> list[Tensor]:
-            for work in works:
-                work.wait()
-            return gathered
-
-        return wait
+        return _after(torch_compat.all_gather_rows(pairs, group) if pairs else [], gathered)
 
     @staticmethod
     def reduce_scatter(
@@ -66,25 +61,26 @@ class _Works:
         """Sum y [ranks, ..] over the ranks, and return this rank's piece; out: where to."""
         scattered = torch.empty_like(y[0]) if out is None else out
         work = torch_compat.reduce_scatter_rows(scattered.view(-1), y.view(-1), group)
-
-        def wait() -> Tensor:
-            work.wait()
-            return scattered
-
-        return wait
+        return _after([work], scattered)
 
     @staticmethod
     def all_reduce(y: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         """Sum y over the ranks, in place."""
         work = dist.all_reduce(y, group=group, async_op=True)
-
-        def wait() -> Tensor:
-            known(work, "the work of an all-reduce").wait()
-            return y
-
-        return wait
+        return _after([known(work, "the work of an all-reduce")], y)
 
     reduce_amaxes = staticmethod(reduce_amaxes)
+
+
+def _after(works: Sequence[dist.Work], result: Result) -> Callable[[], Result]:
+    """Return the function that waits for collectives and returns their result."""
+
+    def wait() -> Result:
+        for work in works:
+            work.wait()
+        return result
+
+    return wait
 
 
 class _Functional:

@@ -43,6 +43,7 @@ from .set_recipe import (
     unchosen_units,
 )
 from .skip import AUTO, auto_skips, read_by_others
+from .steps import converted_modules
 from .transformers_masks import trust_counted_positions
 from .transposed_linear import TransposedLinear, is_transposed
 
@@ -137,6 +138,24 @@ def convert(
     CONVERTED.add(model)
     trust_counted_positions(model)
     return model
+
+
+def convert_once(
+    model: nn.Module,
+    recipe: Recipe | PerLayer | Schedule | str | None,
+    options: dict[str, Any],
+    receiver: str,
+) -> nn.Module:
+    """Convert a plain model with a recipe and options of `fq.convert`; return a converted one.
+
+    Raises ValueError, naming the receiver of the recipe, if the recipe is given twice or never.
+    """
+    if (recipe is None) == (not converted_modules(model)) or (recipe is None and options):
+        raise ValueError(
+            f"give {receiver} the recipe of a plain model, or neither recipe nor options of "
+            "fq.convert for a model that it has converted"
+        )
+    return model if recipe is None else convert(model, recipe, **options)
 
 
 def _matrices(name: str, weight: nn.Parameter) -> list[tuple[str, str, torch.device]]:

@@ -16,6 +16,7 @@ Biases follow their weights. All other names are the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ..linear.grouped_linear import GroupedLinear
 from ..tensor import torch_compat
-from ..tensor.agreement import agree, axes_of
+from ..tensor.agreement import axes_of, raises_on_all_ranks
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 
@@ -60,12 +61,8 @@ def load_te_state_dict(model: nn.Module, state: Mapping[str, object]) -> None:
     >>> torch.equal(model.gate_proj.weight, fc1[:128])
     True
     """
-    values, error = {}, None
-    try:
+    with raises_on_all_ranks(itertools.chain(*axes_of(model))):
         values = _translated(model, state)
-    except (ValueError, NotImplementedError) as caught:
-        error = caught
-    agree({}, list(dict.fromkeys(group for groups in axes_of(model) for group in groups)), error)
     model.load_state_dict(values, strict=False)  # all keys but `_extra_state` are there
 
 

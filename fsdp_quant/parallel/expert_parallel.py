@@ -23,7 +23,7 @@ from ..linear.routes import combine
 from ..models.steps import name_of
 from ..quantizer import as_rows
 from ..tensor import torch_compat
-from ..tensor.agreement import agree, recipe_text, weight_text
+from ..tensor.agreement import raises_on_all_ranks, recipe_text, weight_text
 from ..tensor.weight_state import values_of
 from .experts import REMEDY, TRANSPORTS, Travel, exchanged, travel_of
 from .sequence import planned_bytes
@@ -211,24 +211,21 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = name_of(module)
         check_one_axis(name, "ExpertParallel", device_mesh, "expert parallelism", "ep")
-        style, parameters, error = copy.copy(self), dict(module.named_parameters()), None
+        style, parameters = copy.copy(self), dict(module.named_parameters())
         default = [""] if "weight" in module._parameters else []
         style.reads = default if self.reads is None else self.reads
         style.writes = default if self.writes is None else self.writes
         experts = next((p.shape[0] for p in parameters.values() if p.dim() == 3), 0)
-        try:
-            _check_experts(name, parameters, experts, device_mesh)
-            for submodule in (*style.reads, *style.writes):
-                module.get_submodule(submodule)
-        except (ValueError, AttributeError) as caught:
-            error = caught
         facts = {f"{name}.{key}": weight_text(p) for key, p in parameters.items()}
         facts |= {
             f"{name}.{key}, its recipe": recipe_text(m.layers[0])
             for key, m in module.named_modules()
             if isinstance(m, GroupedLinear)
         }
-        agree(facts, device_mesh.get_all_groups(), error)
+        with raises_on_all_ranks(device_mesh.get_all_groups(), facts):
+            _check_experts(name, parameters, experts, device_mesh)
+            for submodule in (*style.reads, *style.writes):
+                module.get_submodule(submodule)
         dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts, name)
         setattr(module, "expert_dispatch", dispatch)
         for child in module.modules():

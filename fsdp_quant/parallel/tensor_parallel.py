@@ -28,7 +28,7 @@ from ..models.steps import name_of
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
-from ..tensor.agreement import agree, recipe_text, weight_text
+from ..tensor.agreement import raises_on_all_ranks, recipe_text, weight_text
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
 
@@ -74,13 +74,9 @@ class _Style:
         style, name = type(self).__name__, name_of(module)
         check_one_axis(name, style, device_mesh, "tensor parallelism", "tp")
         if isinstance(module, nn.Linear):
-            error = None
-            try:
-                self._check(name, module, device_mesh)
-            except ValueError as caught:
-                error = caught
             fact = f"{weight_text(module.weight)} of {recipe_text(module)}, {style}"
-            agree({f"{name}.weight": fact}, device_mesh.get_all_groups(), error)
+            with raises_on_all_ranks(device_mesh.get_all_groups(), {f"{name}.weight": fact}):
+                self._check(name, module, device_mesh)
             # an nn.Linear has it as fq.convert makes it an fq.Linear
             vars(module)["parallel"] = Layouts(
                 self.input_layouts[0], self.output_layouts[0], self.use_local_output

@@ -82,12 +82,6 @@ def _modelopt(scheme: Scheme, ignore: list[str]) -> dict:
     }
 
 
-def _fp8(scheme: Scheme, ignore: list[str]) -> dict:
-    # transformers reads the first list, vLLM the second.
-    lists = {"modules_to_not_convert": ignore, "ignored_layers": ignore}
-    return (scheme.kind.fp8 or {}) | {"activation_scheme": "dynamic"} | lists
-
-
 def quantization_config(target: str, schemes: dict[str, Scheme], ignore: list[str]) -> dict:
     """`quantization_config` of config.json.
 
@@ -105,7 +99,12 @@ def quantization_config(target: str, schemes: dict[str, Scheme], ignore: list[st
             f"{a} and {b} differ ({scheme} and {other}), and format={target!r} has one scheme for "
             "all layers; use format='compressed-tensors', or leave the layers of one out by skip="
         )
-    return (_modelopt if target == "modelopt" else _fp8)(next(iter(first_layers)), ignore)
+    (scheme,) = first_layers
+    if target == "modelopt":
+        return _modelopt(scheme, ignore)
+    # transformers reads the first list, vLLM the second.
+    lists = {"modules_to_not_convert": ignore, "ignored_layers": ignore}
+    return (scheme.kind.fp8 or {}) | {"activation_scheme": "dynamic"} | lists
 
 
 def hf_quant_config(config: dict) -> dict:

@@ -270,7 +270,8 @@ def _values(source: Source, slices: Stored, files: Files) -> Tensor:
     weight = torch.empty(like.shape, dtype=like.dtype, device="cpu")
     for piece, tensors in slices:
         if "blocks" in tensors:
-            values = _of_gpt_oss(**files.of(tensors), dtype=like.dtype)
+            matrices = _storages_of_gpt_oss(**files.of(tensors), dtype=like.dtype)
+            values = torch.stack([matrix.dequantize() for matrix in matrices]).mT.contiguous()
         elif len(tensors) == 1:
             (values,) = files.of(tensors).values()
         else:
@@ -282,7 +283,7 @@ def _values(source: Source, slices: Stored, files: Files) -> Tensor:
 
 
 def _shape_of_gpt_oss(name: str, blocks: Tensor, scales: Tensor) -> tuple[int, ...]:
-    """[E, K, N] of the tensors that `_of_gpt_oss` reads."""
+    """[E, K, N] of the weight that these tensors hold."""
     *lead, size = blocks.shape
     dtypes = (blocks.dtype, scales.dtype)
     if len(lead) != 3 or size != 16 or [*scales.shape] != lead or {*dtypes} != {torch.uint8}:
@@ -294,14 +295,9 @@ def _shape_of_gpt_oss(name: str, blocks: Tensor, scales: Tensor) -> tuple[int, .
     return lead[0], lead[2] * 32, lead[1]
 
 
-def _of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[E, K, N] of mxfp4 blocks [E, N, K / 32, 16] and scales [E, N, K / 32]."""
-    matrices = _storages_of_gpt_oss(blocks, scales, dtype)
-    return torch.stack([matrix.dequantize() for matrix in matrices]).mT.contiguous()
-
-
 def _storages_of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> list[Storage]:
-    """The codes [N, K] of each expert, over the bytes of the file."""
+    """The codes [N, K] of each expert, over the bytes of the file: mxfp4 blocks [E, N, K / 32, 16]
+    and scales [E, N, K / 32]."""
     shape = blocks.shape[1], blocks.shape[2] * 32
     return [
         Storage(FORMATS["mxfp4"], ROWWISE, shape, data.flatten(1), scale, None, dtype)

@@ -10,12 +10,13 @@ all of them raise the first difference of the lowest rank that differs from the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,6 +77,19 @@ def agree(
         _raise_first(error, groups)
     if reduced != digest:
         raise _AgreedError(f"{sentence}: {_difference(facts, groups)}; {remedy}")
+
+
+@contextlib.contextmanager
+def raises_on_all_ranks(
+    groups: Iterable[dist.ProcessGroup], facts: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """`agree` at the end, with the error that the body raises on this rank."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    agree(facts or {}, list(dict.fromkeys(groups)), error)
 
 
 class _AgreedError(ValueError):

@@ -38,12 +38,11 @@ def freeze_shards(weights: Sequence[ManagedParam]) -> None:
             directions = list(state.matrices[0].quantizer.encodings)
             part = cuts_of(managed), managed.rank
             codes = packed_codes(values_of(local).detach(), state, directions, *part)
-            local = take_codes(frozen_shard(local, state, local.shape), codes)
-            _replace(managed, local, local.state)
+            _replace(managed, take_codes(frozen_shard(local, state, local.shape), codes))
             continue
         if not isinstance(local, QuantizedWeight):
             state = state.as_kind(QuantizedWeightState)
-            _replace(managed, state.wrapped(values_of(local).detach()), state)
+            _replace(managed, state.wrapped(values_of(local).detach()))
         local = managed.local  # FSDP2 moves short shards into padded memory
         if isinstance(local, QuantizedWeight):
             frozen.append(local)
@@ -61,8 +60,7 @@ def freeze_shard(managed: ManagedParam, codes: QuantizedTensor) -> None:
     if first < last or not state.packed:
         part = codes._narrow(0, first, last - first)._pair.map(lambda s: s.map(torch.clone))
     part = part.joined() if state.packed else part
-    weight = take_codes(frozen_shard(local, state, local.shape), part)
-    _replace(managed, weight, weight.state)
+    _replace(managed, take_codes(frozen_shard(local, state, local.shape), part))
 
 
 def gathered_codes(managed: ManagedParam) -> QuantizedTensor:
@@ -91,7 +89,7 @@ def unfreeze_shards(weights: Sequence[ManagedParam]) -> None:
     for managed in weights:
         local = _local(managed)
         state = getattr(local, "state").as_kind(WeightState)
-        _replace(managed, WeightShard(local.dequantize(), state), state)
+        _replace(managed, WeightShard(local.dequantize(), state))
 
 
 def packed_codes(
@@ -124,10 +122,10 @@ def _local(managed: ManagedParam) -> Tensor:
     return managed.local
 
 
-def _replace(managed: ManagedParam, local: Tensor, state: WeightState) -> None:
+def _replace(managed: ManagedParam, local: QuantizedWeight | WeightShard) -> None:
     managed.reset_gather_buffers()
     managed.replace_local(local)
     for module, _ in managed.owners:
         set_state = getattr(module, "set_weight_state", None)
         if set_state is not None:
-            set_state(state)
+            set_state(local.state)

@@ -29,7 +29,7 @@ from ..recipe import Recipe
 from ..roles import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, DelayedScaling, reduce_amaxes
 from ..tensor import torch_compat
-from ..tensor.agreement import agree, axes_of
+from ..tensor.agreement import axes_of, raises_on_all_ranks
 from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_weight import QuantizedWeightState
 from ..tensor.rendezvous import meet
@@ -319,14 +319,8 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
     >>> state = fq.state_dict(model)
     >>> fq.load_state_dict(model, state)  # after the weights: it compares their codes
     """
-    saved = error = None
-    try:
+    with raises_on_all_ranks(itertools.chain(*axes_of(model))):
         saved = _check(model, state, allow_recipe_change)
-    except ValueError as caught:
-        error = caught
-    agree({}, list(dict.fromkeys(group for groups in axes_of(model) for group in groups)), error)
-    if saved is None:
-        return  # `agree` has raised
     if saved.modules:
         _restore(model, saved)
     STEP.seed = saved.seed

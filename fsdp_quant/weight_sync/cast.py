@@ -8,17 +8,28 @@
 
 Each step equals that of the whole tensor, so the pieces concatenate to its bytes for every format
 and cut. Rotations mix elements across cuts and are not supported.
+
+[Note: codes of a run]
+A rank holds a run of the elements of a [rows, cols] tensor in row-major order, cut at any element.
+The reference, and kernels of whole tensors, read rows. So a run is encoded as the rows that cover
+it (`scaling.Fragment.rows`), with zeros in place of other ranks' elements: zeros never raise an
+amax, and their codes are dropped. `weight_sync.cast_plan` has kernels that begin at any element and
+need neither `codes_of_run` nor `rows_of_codes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import dispatch, flat_codes
+from ..formats import PACKINGS, ceil_div
+from ..ops import dispatch
 from ..ops.dispatch import Encoded, Statistics
+from ..ops.layout import flat_bytes, pack, unpack
 from ..scaling import Fragment, share_statistics
 
 
@@ -37,7 +48,7 @@ def cast_master_weights(
     whole_scales:  return the scales of every block, not only of those that the piece touches.
     parts:         group of the other tensor-parallel parts (`scaling.share_statistics`), or None.
     returns:       `data`: uint8, the bytes that hold the codes of the piece
-                   (`flat_codes.codes_of_run`); `scale`: of the block rows that the piece touches,
+                   (`codes_of_run`); `scale`: of the block rows that the piece touches,
                    or of the whole tensor.
 
     Every rank of the groups must call it. Equal encodings share one launch.
@@ -70,7 +81,7 @@ def cast_master_weights(
         )
         for i, (place, fragment) in enumerate(zip(places, equal)):
             run = fragment.start, fragment.values.numel(), fragment.rows.shape[1]
-            codes = flat_codes.codes_of_run(encoded[i].data, encoding.fmt.bits, *run)
+            codes = codes_of_run(encoded[i].data, encoding.fmt.bits, *run)
             scale, amaxes = encoded[i].scale, statistics[i]
             if whole_scales and amaxes is not None:
                 scale = dispatch.scales(amaxes, encoding, encode_scales[i])
@@ -79,3 +90,29 @@ def cast_master_weights(
         [casts[f, e] for e in range(len(fragment.encodings))]
         for f, fragment in enumerate(fragments)
     ]
+
+
+def codes_of_run(data: Tensor, bits: int, start: int, numel: int, cols: int) -> Tensor:
+    """The bytes of a run's codes, from the codes of the rows that cover it.
+
+    data:     compact codes [rows, row bytes] (identity: [rows, cols] in its dtype).
+    start:    index of the run's first element in the whole tensor.
+    returns:  uint8. Codes of less than a byte are packed by the element's index in the tensor,
+              whatever its columns; bits of the elements before and after the run are zero.
+    """
+    if not numel:
+        return data.new_empty(0, dtype=torch.uint8)
+    col0 = start % cols
+    if bits >= 8:
+        return flat_bytes(data.reshape(-1)[col0 : col0 + numel])
+    codes = unpack(data, bits)[:, :cols].reshape(-1)[col0 : col0 + numel]
+    before = start % PACKINGS[bits][0]
+    return pack(F.pad(codes, (before, 0)), bits)[
+        before * bits // 8 : ceil_div((before + numel) * bits, 8)
+    ]
+
+
+def rows_of_codes(run: Tensor, bits: int, rows: int, cols: int) -> Tensor:
+    """Compact codes uint8 [rows, row bytes] from the bytes of a run of all elements."""
+    whole_containers = F.pad(run, (0, -len(run) % PACKINGS[bits][1]))
+    return pack(unpack(whole_containers, bits)[: rows * cols].view(rows, cols), bits)

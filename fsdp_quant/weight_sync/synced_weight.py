@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
-from ..ops import dispatch, flat_codes
+from ..ops import dispatch
 from ..ops.dispatch import Encoded
 from ..scaling import AmaxHistory, Cuts, Fragment, with_amax
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
+from .cast import rows_of_codes
 from .shard_map import Segments, ShardMap, WireTensor, scale_count
 
 # (encoded direction, "codes" or "scale") of a weight's wire tensor, or (None, "values").
@@ -179,7 +180,7 @@ class SyncedWeight:
             codes = pieces.get((self.name, source, "codes"))
             if codes is not None and self.shape[1] % encoding.fmt.element.packing[0]:
                 # rows begin inside packed bytes
-                rows = flat_codes.rows_of_codes(codes.joined(), encoding.fmt.bits, *self.shape)
+                rows = rows_of_codes(codes.joined(), encoding.fmt.bits, *self.shape)
                 copies.append((buffers["data"], rows))
             elif codes is not None:
                 copies += codes.writes(buffers["data"])

@@ -31,7 +31,7 @@ from ...models.steps import name_of
 from ...ops.layout import COMPACT
 from ...storage import Storage, to_gemm_operands
 from ...tensor import torch_compat
-from ...tensor.agreement import agree, maximum
+from ...tensor.agreement import agree, maximum, raises_on_all_ranks
 from ...tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 from ...weight_sync.plan import plan_weight_sync
 from ...weight_sync.shard_map import Segments, ShardMap, WireTensor
@@ -274,7 +274,7 @@ def gather_codes(
     """
     error, world = None, cast(dist.ProcessGroup, dist.group.WORLD)
     group_codes: list[GroupCodes] = []
-    try:
+    with raises_on_all_ranks([world]):
         for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
             _check_tested(part.config, _TESTED_OPTIMIZER, "the optimizer's config")
         for chunk in model_chunks:
@@ -283,9 +283,6 @@ def gather_codes(
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 if any(p in proxies for bucket in group.buckets for p in bucket.params_list):
                     group_codes.append(GroupCodes(group, proxies))
-    except (ValueError, TypeError) as caught:
-        error = caught
-    agree({}, [world], error)
     for codes in group_codes:
         try:
             codes.sync = codes.plan(transport=transport, stats=stats)
