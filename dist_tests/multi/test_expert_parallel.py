@@ -4,10 +4,12 @@ had them all."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -25,10 +27,11 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
 from dist_tests.single import hopper
+from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.linear import routes
-from fsdp_quant.parallel import combine_tokens, dispatch_tokens, planned_dispatch
+from fsdp_quant.parallel import combine_tokens, dispatch_tokens, planned_dispatch, token_route
 from fsdp_quant.parallel.experts import travel_of
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.tensor import torch_compat
@@ -469,6 +472,73 @@ def test_a_layer_sends_rowwise_codes_and_waits_once(emulated: bool):
     """If false, tokens travel in bf16 or once more, a layer waits for the device twice, or ranks
     without tokens, or with all of them, hang or train other experts than one process."""
     run_ranks(2, layers, emulated)
+
+
+def ahead(rank: int, world: int) -> None:
+    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
+    of_rank, begins = token_route.Rows.of_rank, fq.GroupedLinear.begin_ahead
+
+    def steps(recipe: fq.Recipe, counts_of, begin_ahead) -> dict[str, list]:
+        """Three layers in six passes: what they compute; weights quantized before the host knows
+        the numbers of tokens, and in all, per pass; and by how much the step moved."""
+        net, ran = spread(Experts(recipe), mesh), collections.defaultdict(list)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        writes, STEP.step = [], 0  # random bits are of the step
+
+        def write(module, args):
+            with torch.no_grad():
+                for weight in writes:
+                    weight.mul_(-2)
+
+        net.gate.register_forward_pre_hook(write)
+
+        def known(*args):
+            ran["before"].append(gpu.count("linear_weight") - before)
+            return of_rank(*args)
+
+        with (
+            mock.patch.object(fq.GroupedLinear, "begin_ahead", begin_ahead),
+            mock.patch.object(token_route.Rows, "of_rank", known),
+        ):
+            for i in range(6):
+                before, step = gpu.count("linear_weight"), STEP.step
+                writes[:] = [net.up.weight] if i == 4 else []
+                counts = counts_of(rank)
+                x = tokens_of(rank + 100 * i, counts).requires_grad_()
+                with torch.set_grad_enabled(i != 3):
+                    y = net(x, counts)
+                ran["y"].append(y.detach())
+                if i != 3:
+                    y.backward(tokens_of(rank + 100, counts))
+                    ran["dx"].append(x.grad)
+                if i != 1:  # micro-batches
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ran["in all"].append(gpu.count("linear_weight") - before)
+                ran["steps"].append(STEP.step - step)
+        ran["weights"] = [p.detach().to_local() for p in net.parameters()]
+        return ran
+
+    with hopper.emulated() as gpu:
+        for recipe in (fq.recipes.mxfp8(), fq.recipes.nvfp4(), fq.recipes.fp8_delayed()):
+            for number, counts_of in enumerate(COUNTS):
+                got, want = (steps(recipe, counts_of, of) for of in (begins, lambda self, x: dict))
+                what = f"{recipe} {number}"
+                for name in ("y", "dx", "weights"):
+                    for i, (a, b) in enumerate(zip(got[name], want[name], strict=True)):
+                        laws.assert_same_bytes(a, b, f"{what} {name} {i}")
+                assert got["steps"] == want["steps"], (what, got["steps"], want["steps"])
+                if number == 0:
+                    every = want["in all"][0]
+                    assert got["before"] == [0, *[every] * 5], (what, got)
+                    assert got["in all"] == [every] * 4 + [every + every // 3, every], (what, got)
+
+
+@on_cpu
+def test_weights_are_quantized_while_the_host_waits_for_counts():
+    """If false, a GPU waits for the host while it could quantize; or experts multiply weights of
+    before a write, a weight is quantized twice, or ranks without tokens are in another step."""
+    run_ranks(2, ahead)
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8_1x128"])

@@ -188,6 +188,7 @@ class GroupedCall(NamedTuple):
     tag:      identifies the layer in `bad_splits_flag` if the ends of groups are wrong.
     tokens:   int64 [M], the row of x of each row that is multiplied, if `reads_routes`; None: x has
               these rows.
+    ahead:    operands of the weights that were quantized before, until one is read.
     """
 
     call: Call
@@ -197,6 +198,7 @@ class GroupedCall(NamedTuple):
     in_one: bool = True
     tag: int = 0
     tokens: Tensor | None = None
+    ahead: dict[Direction, StackedWeight] | None = None
 
     @staticmethod
     def combined(
@@ -222,7 +224,6 @@ class GroupedCall(NamedTuple):
         biases: Sequence[Tensor],
         keeps_weight: bool = False,
         shares: Tensor | None = None,
-        weight: StackedWeight | None = None,
     ) -> tuple[Tensor, list[Tensor], StackedWeight | None]:
         """Return y [M, N]; what the backward reads of the groups and of x; and of the weights.
 
@@ -232,14 +233,13 @@ class GroupedCall(NamedTuple):
         keeps_weight:  return the columnwise operand of the weights, quantized with the rowwise one.
                        Gathered codes are not kept: FSDP2 fills them again.
         shares:   fp32 [M]; x is [g, u] [M, 2 K], and silu(g) * u times these is multiplied.
-        weight:   the rowwise operand of the weights; None: it is read.
         """
         call, plan = self.call, self.call.plan
         if not self.in_one:
             return self._forward_in_loop(x, ends, weights, biases), [ends, *[x][: call.save]], None
         keeps_weight = keeps_weight and not isinstance(weights[0], QuantizedTensor)
         directions = [ROWWISE, COLUMNWISE] if keeps_weight else [ROWWISE]
-        stacks = {ROWWISE: weight} if weight else self._weights(weights, directions, x.dtype)
+        stacks = self.quantized(weights, directions, x.dtype)
         operand = stacks.pop(ROWWISE).operand()
         wrong = bad_splits_flag()
         saves_input = call.save and plan.saves == "input"
@@ -281,7 +281,7 @@ class GroupedCall(NamedTuple):
         need_x, need_w, need_b = needs
         groups, codes, operand = TokenGroups(saved[0], self.experts), saved[1:], None
         if need_x:
-            weight = weight or self._weights(weights, [COLUMNWISE], dy.dtype)[COLUMNWISE]
+            weight = weight or self.quantized(weights, [COLUMNWISE], dy.dtype)[COLUMNWISE]
             operand = weight.operand()
         transposes = self.call.plan.turns_wgrad and lies_transposed(weights[0])
         if self._decodes(dy) or not (need_x or need_w or swiglu):
@@ -313,10 +313,13 @@ class GroupedCall(NamedTuple):
     def _number(self, x: Tensor) -> int:
         return known(self.call.plan.resolved(x.dtype, x.device).call, "the compiled step")
 
-    def _weights(
+    def quantized(
         self, weights: Sequence[Tensor], directions: Sequence[Direction], dtype: torch.dtype
     ) -> dict[Direction, StackedWeight]:
+        """Return the operands of the weights."""
         plan = self.call.plan
+        if self.ahead and all(d in self.ahead for d in directions):
+            return {d: self.ahead.pop(d) for d in directions}
         (_, factors, _), (_, amaxes, _) = self.call.factors, self.call.histories
         return stacked_weight(weights, directions, plan, dtype, self.states, factors, amaxes)
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -16,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from ..context import STEP, contexts, current_autocast
 from ..counters import counters
+from ..formats import ROWWISE, Direction
 from ..migration import answers_keywords
 from ..ops import native
 from ..ops.capability import Place, arch_of
-from ..ops.reference import known
 from ..ops.rng import own_name
 from ..options import flag, integer
 from ..recipe import Recipe, as_recipe, identity
@@ -34,93 +33,13 @@ from .grouped import GroupedCall, reads_routes, sizes_of, unsupported_reason
 from .grouped_autograd import run_experts, with_values
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
-from .linear import Linear
+from .linear import EXPERT, Expert, Linear, ListedExpert
 from .plan import PRODUCTS, GemmPlan, ladder_of
 from .routes import ALONE, Around, Routes, combine, dispatch, tokens_of
-from .runtime import NO_HISTORIES, LayerRuntime
+from .runtime import NO_HISTORIES
 from .training_steps import backward_dw, note_traced
 
-EXPERT = "grouped_linear"  # `Role.module_type`
 Splits = Sequence[int] | Tensor
-
-
-class Expert(Linear):
-    """One expert of packed weights: no module of the tree, and without memory of its own.
-
-    Its weight, bias and mode are those of the module that it is part of, or given ones.
-    """
-
-    _given: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-    _part_of: tuple[weakref.ref[Any], int] | None = None  # `values_of` of that module
-    _mode = True
-
-    def __init__(
-        self,
-        weight: Tensor,
-        recipe: Recipe | str,
-        name: str,
-        module_type: str,
-        first: Expert | None = None,
-    ):
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape[-2:]
-        self.give(weight, None)
-        owner = None if first is None else first.runtime
-        runtime = self.runtime = LayerRuntime(name, module_type, recipe, weight.device, owner)
-        shape, dtype = (self.out_features, self.in_features), runtime.recipe.compute_dtype
-        runtime.set_weight_state(WeightState(f"{name}.weight", runtime.plan.weight, shape, dtype))
-        self.prepare_graphs()
-
-    def part_of(self, module: Any, index: int) -> None:
-        """Find weight and bias by `module.values_of(index)`."""
-        self.__dict__["_part_of"] = weakref.ref(module), index
-        self.give(None, None)
-
-    def give(
-        self, weight: Tensor | None, bias: Tensor | None, parameter: Tensor | None = None
-    ) -> None:
-        """Multiply these; None: those of the module. parameter: that trains; default: weight."""
-        self.__dict__["_given"] = weight, bias, weight if parameter is None else parameter
-
-    def _now(self) -> tuple[Tensor | None, Tensor | None]:
-        if self._given[0] is not None or self._part_of is None:
-            return self._given[:2]
-        reference, index = self._part_of
-        module = reference()
-        return (None, None) if module is None else module.values_of(index)
-
-    @property
-    def trained(self) -> tuple[Tensor, int | None, bool]:
-        module = None if self._part_of is None else self._part_of[0]()
-        if self._part_of is None or module is None:
-            return known(self._given[2], "the weight"), None, False
-        return module.weight, self._part_of[1], module.transposed
-
-    @property
-    def weight(self) -> Tensor | None:
-        return self._now()[0]
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._now()[1]
-
-    @property
-    def training(self) -> bool:
-        module = None if self._part_of is None else self._part_of[0]()
-        return self._mode if module is None else module.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        self.__dict__["_mode"] = mode
-
-    def __getstate__(self) -> dict:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_given", "_part_of")}
-
-
-class ListedExpert(Linear):
-    """One expert of a list: a layer that asks its recipe as an expert does."""
-
-    module_type = EXPERT
 
 
 def _of_experts(option: str) -> property:
@@ -373,8 +292,15 @@ class GroupedLinear(HasWeight):
         plan, reason = (None, None) if is_traced else self._plan_of_one(rows)
         if routes and (plan is None or not reads_routes(plan, rows)):
             rows, routes = dispatch(rows, *routes), ()
+        prepared = self._begun(plan, rows)
         if plan is not None:
-            return self._in_one(plan, rows, sizes, operand, routes, around)
+            weights, biases, call = prepared or self._prepared(plan, rows, operand)
+            if not isinstance(sizes, Tensor):
+                sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
+            ends = sizes if sizes.dtype in (torch.int32, torch.int64) else sizes.int()
+            ends, self._ahead = ends.to(rows.device, non_blocking=True), ()
+            call = call._replace(tokens=tokens_of(*routes)) if routes else call
+            return run_experts(call, plan, rows, ends, weights, biases, routes, around)
         if isinstance(sizes, Tensor):
             departure = f"waits for the device to tell the token splits: {reason}"
             counters.add("departure", (self._name, departure))
@@ -491,30 +417,55 @@ class GroupedLinear(HasWeight):
         shape = len(self._linears), first.out_features, first.in_features
         return unsupported_reason(plan, dtype, device, shape, bias is not None)
 
-    def _in_one(
-        self, plan: GemmPlan, rows: Tensor, sizes: Splits, operand: tuple, *of_call: Any
-    ) -> Any:
-        """One product for all experts. sizes: see `_sizes`. operand: of the first owner."""
-        layers, (routes, _) = self._linears, of_call
+    def _prepared(
+        self, plan: GemmPlan, x: Tensor, operand: tuple
+    ) -> tuple[list[Tensor], list[Tensor], GroupedCall]:
+        """Weights, biases and call of one product of rows like x. operand: of the first owner."""
+        layers = self._linears
         held = [operand, *(self._operand(owner) for owner in self.owners[1:])]
         weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
         # calls are equal where no expert has histories or random bits of its own
         differ = plan.is_delayed or plan.is_keyed or bool(plan.weight.delayed_directions)
         calls = [
-            layer.call(rows, weight, bias, plan)
+            layer.call(x, weight, bias, plan)
             for layer, (weight, bias) in zip(layers if differ else layers[: len(held)], cycle(held))
         ]
-        ends = sizes
-        if not isinstance(ends, Tensor):
-            ends = torch.tensor(ends, dtype=torch.int64, device="cpu").cumsum(0)
-        ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
-        ends = ends.to(rows.device, non_blocking=True)
         states = [layer.runtime.weight_state for layer in layers]
         states[0].recomputed &= {states[0].name}  # of a packed weight it speaks for all
         holds = states[0].quantizer == plan.weight  # held codes are not of a context's recipe
         call = GroupedCall.combined(calls, states if holds else [], len(layers), self._tag)
-        call = call._replace(tokens=tokens_of(*routes)) if routes else call
-        return run_experts(call, plan, rows, ends, weights, biases, *of_call)
+        return weights, biases, call
+
+    _ahead: tuple | None = None  # of `begin_ahead`; (): a product for all used it
+
+    def _facts(self, plan: GemmPlan, x: Tensor) -> tuple:
+        weight, grad = self.weight, torch.is_grad_enabled()
+        return plan.key, x.dtype, weight._version, local_of(weight)._version, grad
+
+    def _begun(self, plan: GemmPlan | None, rows: Tensor) -> Sequence | None:
+        """What `begin_ahead` prepared for this call, if it is of that plan and those weights."""
+        (facts, *prepared), self._ahead = self._ahead or (None,), None
+        if facts is None or (plan is not None and facts == self._facts(plan, rows)):
+            return prepared
+        for layer in self._linears:
+            layer.runtime.ran_in = None  # the pass that it began is this one
+
+    def begin_ahead(self, x: Tensor) -> Callable[[], object]:
+        """Do the host's work of the next call, of other rows like x, if the last one was a product
+        for all; return what quantizes a packed weight for it."""
+        (plan, _), was_in_one, self._ahead = self._plan_of_one(x), self._ahead == (), None
+        if plan is None or not (was_in_one and self.packed):
+            return dict
+        facts, (weights, biases, call) = self._facts(plan, x), self._prepared(plan, x, self.held)
+        self._ahead = facts, weights, biases, call
+
+        def quantize() -> None:
+            if not isinstance(weights[0], (DTensor, QuantizedTensor)):
+                directions = list(Direction) if facts[-1] else [ROWWISE]
+                ahead = call.quantized(weights, directions, x.dtype)
+                self._ahead = facts, weights, biases, call._replace(ahead=ahead)
+
+        return quantize
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

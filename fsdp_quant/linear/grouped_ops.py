@@ -274,7 +274,8 @@ def _run_forward(x, tokens, ends, weights, biases, shares, plan, spec, guards, s
     plan, spec = plan_of(plan), _Spec(*spec)
     call, written = _call_of(x, plan, spec, guards, step, ids, factors, tokens)
     weights, weight = spec.weights(weights, ROWWISE, plan, x.dtype)
-    y, saved, _ = call.forward(x, ends, weights, biases, False, shares, weight)
+    call = call._replace(ahead={ROWWISE: weight}) if weight else call
+    y, saved, _ = call.forward(x, ends, weights, biases, False, shares)
     saved = saved[: 1 if plan.saves == "input" else None] if spec.in_one else []
     if len(saved) > 1:
         shapes = _saved_shapes(plan, x, y.shape[0], spec)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.Linear`: nn.Linear with quantized products; parameters and keys are those of nn.Linear."""
+"""`fq.Linear`, with the parameters and keys of nn.Linear; and one expert of packed weights."""
 
 from __future__ import annotations
 
 import functools
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +14,22 @@ from torch.distributed.tensor import DTensor
 from ..context import contexts, quantized_init_recipe
 from ..migration import answers_keywords
 from ..ops import opaque
+from ..ops.reference import known
 from ..ops.rng import own_name
 from ..options import flag
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import WeightState
 from .among_ranks import forward_among_ranks
 from .base import BaseLinear
 from .boundary import boundary
 from .fused import can_fuse_activation, linear
 from .plan import GemmPlan
+from .runtime import LayerRuntime
 from .shared_input import Handed
+
+EXPERT = "grouped_linear"  # `Role.module_type`
 
 
 @answers_keywords
@@ -195,3 +202,82 @@ def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
             f"residual is {list(residual.shape)} and the output {list(y.shape)}; wanted one shape"
         )
     return torch.add(residual, y, alpha=scale)
+
+
+class Expert(Linear):
+    """One expert of packed weights: no module of the tree, and without memory of its own.
+
+    Its weight, bias and mode are those of the module that it is part of, or given ones.
+    """
+
+    _given: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    _part_of: tuple[weakref.ref[Any], int] | None = None  # `values_of` of that module
+    _mode = True
+
+    def __init__(
+        self,
+        weight: Tensor,
+        recipe: Recipe | str,
+        name: str,
+        module_type: str,
+        first: Expert | None = None,
+    ):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape[-2:]
+        self.give(weight, None)
+        owner = None if first is None else first.runtime
+        runtime = self.runtime = LayerRuntime(name, module_type, recipe, weight.device, owner)
+        shape, dtype = (self.out_features, self.in_features), runtime.recipe.compute_dtype
+        runtime.set_weight_state(WeightState(f"{name}.weight", runtime.plan.weight, shape, dtype))
+        self.prepare_graphs()
+
+    def part_of(self, module: Any, index: int) -> None:
+        """Find weight and bias by `module.values_of(index)`."""
+        self.__dict__["_part_of"] = weakref.ref(module), index
+        self.give(None, None)
+
+    def give(
+        self, weight: Tensor | None, bias: Tensor | None, parameter: Tensor | None = None
+    ) -> None:
+        """Multiply these; None: those of the module. parameter: that trains; default: weight."""
+        self.__dict__["_given"] = weight, bias, weight if parameter is None else parameter
+
+    def _now(self) -> tuple[Tensor | None, Tensor | None]:
+        if self._given[0] is not None or self._part_of is None:
+            return self._given[:2]
+        reference, index = self._part_of
+        module = reference()
+        return (None, None) if module is None else module.values_of(index)
+
+    @property
+    def trained(self) -> tuple[Tensor, int | None, bool]:
+        module = None if self._part_of is None else self._part_of[0]()
+        if self._part_of is None or module is None:
+            return known(self._given[2], "the weight"), None, False
+        return module.weight, self._part_of[1], module.transposed
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._now()[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._now()[1]
+
+    @property
+    def training(self) -> bool:
+        module = None if self._part_of is None else self._part_of[0]()
+        return self._mode if module is None else module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_mode"] = mode
+
+    def __getstate__(self) -> dict:
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_given", "_part_of")}
+
+
+class ListedExpert(Linear):
+    """One expert of a list: a layer that asks its recipe as an expert does."""
+
+    module_type = EXPERT

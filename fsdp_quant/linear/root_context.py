@@ -24,8 +24,7 @@ from .passes import OF_ROOT, layers_of, steps_within
 
 
 class RootLayers:
-    """The layers of a root, at which no forward looks one by one: experts are many. Their steps are
-    counted from now on.
+    """Layers of a root, whose steps are counted. No forward looks at each: experts are many.
 
     steps:        -> the runtimes that they count.
     formats_set:  `WeightState.formats_set` when all weights had the formats of their plans.

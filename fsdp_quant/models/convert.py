@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from ..linear.grouped_linear import EXPERT, GroupedLinear
+from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import is_of_another_library
-from ..linear.linear import Linear
+from ..linear.linear import EXPERT, Linear
 from ..linear.passes import steps_of
 from ..migration import answers_keywords
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe

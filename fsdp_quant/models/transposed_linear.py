@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..linear.grouped_linear import Expert
 from ..linear.has_weight import own_codes, read_as_kept
-from ..linear.linear import Linear
+from ..linear.linear import Expert, Linear
 from ..recipe import Recipe
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..context import current_autocast
 from ..formats import ROWWISE
-from ..linear.grouped_linear import EXPERT, GroupedLinear
+from ..linear.grouped_linear import GroupedLinear
+from ..linear.linear import EXPERT
 from ..linear.plan import build_plan
 from ..linear.routes import combine
 from ..models.steps import name_of
@@ -115,6 +116,9 @@ class ExpertDispatch:
         rows, travels = as_rows(x), f"{tokens}, {gradients}"
         options = travels, self.experts, self.name, routes
         route = route_tokens(splits, rows, self.group, *options)
+        layers = dict.fromkeys([*self.converted("input"), *self.converted("grad_output")])
+        begun = [layer.begin_ahead(rows) for layer in layers]
+        route.meanwhile = lambda: [quantize() for quantize in begun]
         sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)
         summed = () if weights is None else (*routes[1:], weights)
         shape = (sum(route.rows.sent),) if routes and not summed else x.shape[:-1]

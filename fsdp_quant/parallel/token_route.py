@@ -44,15 +44,17 @@ class Rows(NamedTuple):
 class TokenRoute:
     """Rows that each rank of `group` sends to each expert; ranks hold equal numbers of experts, in
     order. Its counts are on their way when it is made: the host waits for them once, where `rows`
-    is read first, which raises what `route_tokens` says.
+    is read first, which raises what `route_tokens` says. It calls `meanwhile` before.
     """
 
     group: dist.ProcessGroup
     _device: torch.device
     _read: Callable[[], Rows]
+    meanwhile: Callable[[], object] = bool
 
     @functools.cached_property
     def rows(self) -> Rows:
+        self.meanwhile()
         return self._read()
 
     @property

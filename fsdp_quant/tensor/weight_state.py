@@ -97,8 +97,7 @@ class WeightState:
     compute_dtype: dtype that quantized formats see (None: the weight's own).
     plan:          `linear.plan.GemmPlan` of the layer: the layouts in which its GEMMs read
                    gathered codes. None: compact.
-    recomputed:    names of the matrices whose layers run their forward again in the backward, which
-                   then reads rowwise codes too.
+    recomputed:    names of matrices whose forward the backward runs again, reading rowwise codes.
     formats_set:   how often formats of any weight were set.
     weight_sync:   the `fq.hooks` sync that writes the codes of a published weight, or None.
     tensor_group:  ranks of tensor parallelism, which share amaxes of the whole tensor. Not saved.

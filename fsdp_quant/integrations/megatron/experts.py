@@ -17,8 +17,8 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
 from torch import Tensor, nn
 
-from ...linear.grouped_linear import EXPERT, Expert, GroupedLinear
-from ...linear.linear import Linear
+from ...linear.grouped_linear import GroupedLinear
+from ...linear.linear import EXPERT, Expert, Linear
 from ...recipe import Recipe
 from .config import check_config
 from .linear import ParallelLinear, TakesWgrad, WeightProxy, layer_name, layer_recipe
