@@ -2,10 +2,10 @@
 """Experts in compiled graphs: two operators, into which no compiler looks, run `GroupedCall`; on a
 GPU one native call each (csrc/step/grouped.cpp), which quantizes values of packed weights besides.
 
-So graphs have the bits of eager mode. State comes in as tensors; the guard is written, and amaxes
-are results, which functional operators of the graph record. The backward quantizes values of
-weights again, which no one writes until then; of weights that `fully_shard` gathers both passes
-read the buffers that it fills.
+So graphs have the bits of eager mode. State comes in as tensors. Guards are written, which schemas
+do not say, since operators that return lists are not functionalized; amaxes are results, which
+functional operators of the graph record. The backward quantizes values of weights again, which no
+one writes until then; of weights that `fully_shard` gathers both passes read what it fills.
 """
 
 from __future__ import annotations
