@@ -439,8 +439,8 @@ class GroupedLinear(HasWeight):
     _ahead: tuple | None = None  # of `begin_ahead`; (): a product for all used it
 
     def _facts(self, plan: GemmPlan, x: Tensor) -> tuple:
-        weight, grad = self.weight, torch.is_grad_enabled()
-        return plan.key, x.dtype, weight._version, local_of(weight)._version, grad
+        versions = [t.is_inference() or t._version for t in (self.weight, local_of(self.weight))]
+        return plan.key, x.dtype, versions, torch.is_grad_enabled()
 
     def _begun(self, plan: GemmPlan | None, rows: Tensor) -> Sequence | None:
         """What `begin_ahead` prepared for this call, if it is of that plan and those weights."""
