@@ -8,6 +8,7 @@ import collections
 import contextlib
 import copy
 import itertools
+import weakref
 from dataclasses import replace
 from unittest import mock
 
@@ -29,8 +30,9 @@ from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.formats import ROWWISE
-from fsdp_quant.linear import routes
+from fsdp_quant.formats import COLUMNWISE, ROWWISE
+from fsdp_quant.linear import grouped, routes
+from fsdp_quant.linear.stacked_weights import stacked_weight
 from fsdp_quant.parallel import combine_tokens, dispatch_tokens, planned_dispatch, token_route
 from fsdp_quant.parallel.experts import travel_of
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -539,6 +541,116 @@ def test_weights_are_quantized_while_the_host_waits_for_counts():
     """If false, a GPU waits for the host while it could quantize; or experts multiply weights of
     before a write, a weight is quantized twice, or ranks without tokens are in another step."""
     run_ranks(2, ahead)
+
+
+class Adapted(Experts):
+    """Experts of which an adapter alone trains."""
+
+    def __init__(self, recipe: fq.Recipe):
+        super().__init__(recipe)
+        self.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(EXPERTS, FFN, 1, dtype=torch.bfloat16))
+
+    def forward(self, x, splits):
+        h = F.silu(self.gate(x, splits)) * self.up(x, splits)
+        return self.down(h * self.scale.to_local().sum(), splits)
+
+
+class Merged(Experts):
+    """Experts that multiply another weight than they hold."""
+
+    def forward(self, x, splits):
+        weight = {"weight": -2 * self.up.weight.to_local()}
+        up = torch.func.functional_call(self.up, weight, (x, splits))
+        return self.down(F.silu(self.gate(x, splits)) * up, splits)
+
+
+def begun_elsewhere(rank: int, world: int) -> None:
+    mesh = init_device_mesh(DEVICE, (1, world), mesh_dim_names=("dp", "ep"))
+
+    def gathered(net: Experts, each: bool) -> Experts:
+        for module in (net.gate, net.up, net.down) if each else [net]:
+            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+        return net
+
+    def steps(case: str, recipe: fq.Recipe) -> list[tuple]:
+        with torch.inference_mode(case == "inference tensors"):
+            kinds = {"adapter": Adapted, "merged": Merged}
+            net, results = spread(kinds.get(case, Experts)(recipe), mesh["ep"]), []
+        if case.startswith("gathered"):
+            net = gathered(net, "each" in case)
+        infers, optimizer = "infer" in case, torch.optim.SGD(net.parameters(), lr=2**-20)
+        trained, shown = [p for p in net.parameters() if p.requires_grad], []
+        for i in range(5):
+            counts = COUNTS[0](rank)
+            if case == "raises" and i == 2:
+                empty = COUNTS[2](rank)
+                with pytest.raises(ValueError, match="add up"):
+                    net(tokens_of(rank, empty), [n + 1 for n in empty] if rank else empty)
+            x = (tokens_of(rank, counts) * 2**i).requires_grad_(case != "adapter")
+            if infers or (case == "gathered each" and i % 2):
+                with torch.inference_mode(infers), torch.no_grad():
+                    results.append(net(x.detach(), counts).clone())
+                continue
+            y = net(x, counts)
+            y.backward(tokens_of(rank + 100, counts))
+            results += [y.detach(), x.grad, *(p.grad.to_local().clone() for p in trained)]
+            if case != "merged":  # a weight that nobody wrote has the version of a new one
+                optimizer.step()
+            optimizer.zero_grad()
+            shown.append(STEP.step)
+        results += [torch.tensor(step - shown[0]) for step in shown]
+        return [t for t in results if t is not None]
+
+    cases = "gathered each", "gathered infer", "gathered each infer", "inference tensors"
+    with hopper.emulated():
+        for case in (*cases, "adapter", "merged", "raises"):
+            for recipe in (fq.recipes.mxfp8(), fq.recipes.fp8_delayed()):
+                got = steps(case, recipe)
+                with mock.patch.object(fq.GroupedLinear, "begin_ahead", lambda self, x: dict):
+                    want = steps(case, recipe)
+                for i, (a, b) in enumerate(zip(got, want, strict=True)):
+                    laws.assert_same_bytes(a, b, f"{case} {recipe} {i}")
+
+
+@on_cpu
+def test_calls_that_begin_ahead_are_those_that_follow():
+    """If false, experts that FSDP2 gathers one by one do not train, nor infer inference tensors;
+    layers count no step of a pass, or one of a call that raised; or multiply another weight."""
+    run_ranks(2, begun_elsewhere)
+
+
+def held_until_the_backward(rank: int, world: int) -> None:
+    mesh, counts = init_device_mesh(DEVICE, (world,)), COUNTS[0](rank)
+    with hopper.emulated(), mock.patch.object(grouped, "stacked_weight") as encoder:
+        encoded = []
+
+        def encode(*args):
+            stacks = stacked_weight(*args)
+            encoded.extend((d, weakref.ref(stack.buffers[0])) for d, stack in stacks.items())
+            return stacks
+
+        encoder.side_effect = encode
+        for trains in (True, False):
+            net = spread(Experts(fq.recipes.mxfp8()), mesh)
+            for i in range(3):
+                encoded.clear()
+                tokens = 1 * tokens_of(rank, counts).requires_grad_(trains)
+                reference = weakref.ref(tokens)
+                y = net(tokens, counts)
+                del tokens
+                encoder.reset_mock()  # of its arguments
+                assert reference() is None, f"tokens of {i}"
+                assert len(encoded) == (6 if trains else 4), encoded
+                held = [d for d, buffer in encoded if buffer() is not None]
+                assert held == [COLUMNWISE] * (3 if trains else 1), (trains, i, held)
+                y.sum().backward()
+
+
+@on_cpu
+def test_a_route_keeps_no_tokens_and_a_layer_no_codes_that_no_backward_reads():
+    """If false, tokens, or codes of weights, stay in memory from a forward to its backward."""
+    run_ranks(2, held_until_the_backward)
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8_1x128"])

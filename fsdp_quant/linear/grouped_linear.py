@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..context import STEP, contexts, current_autocast
@@ -292,9 +293,11 @@ class GroupedLinear(HasWeight):
         plan, reason = (None, None) if is_traced else self._plan_of_one(rows)
         if routes and (plan is None or not reads_routes(plan, rows)):
             rows, routes = dispatch(rows, *routes), ()
-        prepared = self._begun(plan, rows)
+        begun = self._begun(plan, rows)
         if plan is not None:
-            weights, biases, call = prepared or self._prepared(plan, rows, operand)
+            held = [operand, *(self._operand(owner) for owner in self.owners[1:])]
+            weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
+            call = begun or self._call(plan, rows, held)
             if not isinstance(sizes, Tensor):
                 sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
             ends = sizes if sizes.dtype in (torch.int32, torch.int64) else sizes.int()
@@ -341,7 +344,6 @@ class GroupedLinear(HasWeight):
         biases: list[Tensor] = [b for b in (o.bias for o in self.owners) if b is not None]
         rows = first.checked(x, weights[0]).reshape(-1, first.in_features)
         save = grad and any(w.requires_grad for w in weights)
-        step, ids, guards, factors, histories = self._graph_state(plan, is_keyed, rows.device)
         y = traced_experts(
             rows,
             ends if ends.device == rows.device else ends.to(rows.device),
@@ -352,11 +354,7 @@ class GroupedLinear(HasWeight):
             self._is_stored_transposed,
             save,
             save or (grad and (self.training or x.requires_grad)),
-            step,
-            ids,
-            guards,
-            factors,
-            histories,
+            *self._graph_state(plan, is_keyed, rows.device),
             *of_call,
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -417,13 +415,9 @@ class GroupedLinear(HasWeight):
         shape = len(self._linears), first.out_features, first.in_features
         return unsupported_reason(plan, dtype, device, shape, bias is not None)
 
-    def _prepared(
-        self, plan: GemmPlan, x: Tensor, operand: tuple
-    ) -> tuple[list[Tensor], list[Tensor], GroupedCall]:
-        """Weights, biases and call of one product of rows like x. operand: of the first owner."""
+    def _call(self, plan: GemmPlan, x: Tensor, held: Sequence[tuple]) -> GroupedCall:
+        """Begin one product of rows like x. held: weight and bias of each owner."""
         layers = self._linears
-        held = [operand, *(self._operand(owner) for owner in self.owners[1:])]
-        weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
         # calls are equal where no expert has histories or random bits of its own
         differ = plan.is_delayed or plan.is_keyed or bool(plan.weight.delayed_directions)
         calls = [
@@ -433,37 +427,40 @@ class GroupedLinear(HasWeight):
         states = [layer.runtime.weight_state for layer in layers]
         states[0].recomputed &= {states[0].name}  # of a packed weight it speaks for all
         holds = states[0].quantizer == plan.weight  # held codes are not of a context's recipe
-        call = GroupedCall.combined(calls, states if holds else [], len(layers), self._tag)
-        return weights, biases, call
+        return GroupedCall.combined(calls, states if holds else [], len(layers), self._tag)
 
     _ahead: tuple | None = None  # of `begin_ahead`; (): a product for all used it
 
     def _facts(self, plan: GemmPlan, x: Tensor) -> tuple:
-        versions = [t.is_inference() or t._version for t in (self.weight, local_of(self.weight))]
-        return plan.key, x.dtype, versions, torch.is_grad_enabled()
+        weight, grad = self.weight, torch.is_grad_enabled()
+        versions = [t.is_inference() or t._version for t in (weight, local_of(weight))]
+        return plan.key, x.dtype, id(weight), versions, grad, grad and x.requires_grad
 
-    def _begun(self, plan: GemmPlan | None, rows: Tensor) -> Sequence | None:
-        """What `begin_ahead` prepared for this call, if it is of that plan and those weights."""
-        (facts, *prepared), self._ahead = self._ahead or (None,), None
+    def _begun(self, plan: GemmPlan | None, rows: Tensor) -> GroupedCall | None:
+        """The call that `begin_ahead` began, if it is of that plan and those weights."""
+        (facts, call), self._ahead = self._ahead or (None, None), None
         if facts is None or (plan is not None and facts == self._facts(plan, rows)):
-            return prepared
+            return call
         for layer in self._linears:
             layer.runtime.ran_in = None  # the pass that it began is this one
 
     def begin_ahead(self, x: Tensor) -> Callable[[], object]:
-        """Do the host's work of the next call, of other rows like x, if the last one was a product
-        for all; return what quantizes a packed weight for it."""
-        (plan, _), was_in_one, self._ahead = self._plan_of_one(x), self._ahead == (), None
-        if plan is None or not (was_in_one and self.packed):
+        """Do the host's work of the next call, of other rows like x, if the last was a product for
+        all, FSDP2 gathers no weight for it, and a gradient of x tells that a later layer's rows
+        have one; return what quantizes a packed weight for it."""
+        (plan, _), is_known = self._plan_of_one(x), x.requires_grad or not torch.is_grad_enabled()
+        may = self._ahead == () and self.packed and not isinstance(self, FSDPModule)
+        self._begun(None, x)  # of a forward that raised
+        if plan is None or not (may and is_known) or isinstance(weight := self.held[0], DTensor):
             return dict
-        facts, (weights, biases, call) = self._facts(plan, x), self._prepared(plan, x, self.held)
-        self._ahead = facts, weights, biases, call
+        call, facts = self._call(plan, x, [self.held]), self._facts(plan, x)
+        self._ahead = facts, call  # no weight: its node would be older than FSDP2's of the forward
 
         def quantize() -> None:
-            if not isinstance(weights[0], (DTensor, QuantizedTensor)):
+            if not isinstance(weight, QuantizedTensor):
                 directions = list(Direction) if facts[-1] else [ROWWISE]
-                ahead = call.quantized(weights, directions, x.dtype)
-                self._ahead = facts, weights, biases, call._replace(ahead=ahead)
+                ahead = call.quantized([weight], directions, x.dtype)
+                self._ahead = facts, call._replace(ahead=ahead)
 
         return quantize
 
@@ -522,8 +519,7 @@ class GroupedLinear(HasWeight):
         self.prepare()
 
     def extra_repr(self) -> str:
-        first = self._linears[0]
-        sizes = f"{first.in_features} -> {first.out_features}"
+        sizes = f"{self.first.in_features} -> {self.first.out_features}"
         return f"{len(self._linears)} experts, {sizes}, packed={self.packed}"
 
 
