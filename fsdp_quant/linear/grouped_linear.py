@@ -80,7 +80,7 @@ class GroupedLinear(HasWeight):
     packed = False
     _linears: list[Linear]
     _packed_state: WeightState
-    _planned: tuple[list[GemmPlan], GemmPlan | None]
+    _planned: tuple[tuple, GemmPlan | None]  # of the layers in their present formats
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class GroupedLinear(HasWeight):
 
     def finish_experts(self, name: str) -> None:
         """Set what is planned for all experts together."""
-        self._name, self._planned = name, ([], None)
+        self._name, self._planned = name, ((), None)
         for layer in self._linears:
             layer.runtime.set_plan(replace(layer.plan, alone=False))
         self._tag = new_tag(self)
@@ -388,10 +388,9 @@ class GroupedLinear(HasWeight):
     @property
     def common_plan(self) -> GemmPlan | None:
         """The plan of one product for all, or None. What the guard moves for one moves for all."""
-        planned = [layer.runtime.plan for layer in self._linears]
-        if planned == self._planned[0]:
+        if (WeightState.formats_set, *self._linears) == self._planned[0]:
             return self._planned[1]
-        plans = {plan.key: plan for plan in planned}
+        plans = {layer.plan.key: layer.plan for layer in self._linears}
         if len(plans) > 1 and any(plan.moved for plan in plans.values()):
             furthest = {
                 p.name: max((plan.rung(p) for plan in plans.values()), key=ladder_of(p).index)
@@ -400,8 +399,9 @@ class GroupedLinear(HasWeight):
             for layer in self._linears:
                 layer.runtime.move_to(furthest)
             plans = {layer.plan.key: layer.plan for layer in self._linears}
-        self._planned = planned, next(iter(plans.values())).of_groups if len(plans) == 1 else None
-        return self._planned[1]
+        common = next(iter(plans.values())).of_groups if len(plans) == 1 else None
+        self._planned = (WeightState.formats_set, *self._linears), common
+        return common
 
     def unsupported_reason(
         self, dtype: torch.dtype, device: Place, plan: GemmPlan | None = None
@@ -510,7 +510,7 @@ class GroupedLinear(HasWeight):
         self._is_keyed = plan is not None and plan.is_keyed
 
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_planned": ([], None)}
+        return super().__getstate__() | {"_planned": ((), None)}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
