@@ -81,6 +81,7 @@ class GroupedLinear(HasWeight):
     _linears: list[Linear]
     _packed_state: WeightState
     _planned: tuple[tuple, GemmPlan | None]  # of the layers in their present formats
+    _ahead: tuple | None = None  # of `begin_ahead`; (): the last call was one product
 
     def __init__(
         self,
@@ -429,8 +430,6 @@ class GroupedLinear(HasWeight):
         holds = states[0].quantizer == plan.weight  # held codes are not of a context's recipe
         return GroupedCall.combined(calls, states if holds else [], len(layers), self._tag)
 
-    _ahead: tuple | None = None  # of `begin_ahead`; (): a product for all used it
-
     def _facts(self, plan: GemmPlan, x: Tensor) -> tuple:
         weight, grad = self.weight, torch.is_grad_enabled()
         versions = [t.is_inference() or t._version for t in (weight, local_of(weight))]
@@ -451,15 +450,15 @@ class GroupedLinear(HasWeight):
         (plan, _), is_known = self._plan_of_one(x), x.requires_grad or not torch.is_grad_enabled()
         may = self._ahead == () and self.packed and not isinstance(self, FSDPModule)
         self._begun(None, x)  # of a forward that raised
-        if plan is None or not (may and is_known) or isinstance(weight := self.held[0], DTensor):
+        if plan is None or not (may and is_known) or isinstance((held := self.held)[0], DTensor):
             return dict
-        call, facts = self._call(plan, x, [self.held]), self._facts(plan, x)
+        call, facts = self._call(plan, x, [held]), self._facts(plan, x)
         self._ahead = facts, call  # no weight: its node would be older than FSDP2's of the forward
 
         def quantize() -> None:
-            if not isinstance(weight, QuantizedTensor):
+            if not isinstance(held[0], QuantizedTensor):
                 directions = list(Direction) if facts[-1] else [ROWWISE]
-                ahead = call.quantized([weight], directions, x.dtype)
+                ahead = call.quantized(held[:1], directions, x.dtype)
                 self._ahead = facts, call._replace(ahead=ahead)
 
         return quantize
