@@ -482,7 +482,8 @@ def ahead(rank: int, world: int) -> None:
 
     def steps(recipe: fq.Recipe, counts_of, begin_ahead) -> dict[str, list]:
         """Three layers in six passes: what they compute; weights quantized before the host knows
-        the numbers of tokens, and in all, per pass; and by how much the step moved."""
+        the numbers of tokens, and in all, per pass; launches that pack tokens before a call begins;
+        and by how much the step moved."""
         net, ran = spread(Experts(recipe), mesh), collections.defaultdict(list)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
         writes, STEP.step = [], 0  # random bits are of the step
@@ -498,12 +499,17 @@ def ahead(rank: int, world: int) -> None:
             ran["before"].append(gpu.count("linear_weight") - before)
             return of_rank(*args)
 
+        def begin(*args):
+            ran["packed"].append(gpu.count("pack_rows") - packed)
+            return begin_ahead(*args)
+
         with (
-            mock.patch.object(fq.GroupedLinear, "begin_ahead", begin_ahead),
+            mock.patch.object(fq.GroupedLinear, "begin_ahead", begin),
             mock.patch.object(token_route.Rows, "of_rank", known),
         ):
             for i in range(6):
                 before, step = gpu.count("linear_weight"), STEP.step
+                packed = gpu.count("pack_rows")
                 writes[:] = [net.up.weight] if i == 4 else []
                 counts = counts_of(rank)
                 x = tokens_of(rank + 100 * i, counts).requires_grad_()
@@ -524,13 +530,15 @@ def ahead(rank: int, world: int) -> None:
     with hopper.emulated() as gpu:
         for recipe in (fq.recipes.mxfp8(), fq.recipes.nvfp4(), fq.recipes.fp8_delayed()):
             for number, counts_of in enumerate(COUNTS):
-                got, want = (steps(recipe, counts_of, of) for of in (begins, lambda self, x: dict))
+                got, want = (steps(recipe, counts_of, of) for of in (begins, lambda self, x: None))
                 what = f"{recipe} {number}"
                 for name in ("y", "dx", "weights"):
                     for i, (a, b) in enumerate(zip(got[name], want[name], strict=True)):
                         laws.assert_same_bytes(a, b, f"{what} {name} {i}")
                 assert got["steps"] == want["steps"], (what, got["steps"], want["steps"])
                 if number == 0:
+                    packs = int(recipe == fq.recipes.mxfp8())  # values are gathered as rows
+                    assert got["packed"] == [packs] * 18, (what, got["packed"])
                     every = want["in all"][0]
                     assert got["before"] == [0, *[every] * 5], (what, got)
                     assert got["in all"] == [every] * 4 + [every + every // 3, every], (what, got)
@@ -538,8 +546,9 @@ def ahead(rank: int, world: int) -> None:
 
 @on_cpu
 def test_weights_are_quantized_while_the_host_waits_for_counts():
-    """If false, a GPU waits for the host while it could quantize; or experts multiply weights of
-    before a write, a weight is quantized twice, or ranks without tokens are in another step."""
+    """If false, a GPU waits for the host while it could pack or quantize; or experts multiply
+    weights of before a write, a weight is quantized twice, or ranks without tokens are in another
+    step."""
     run_ranks(2, ahead)
 
 
@@ -607,7 +616,7 @@ def begun_elsewhere(rank: int, world: int) -> None:
         for case in (*cases, "adapter", "merged", "raises"):
             for recipe in (fq.recipes.mxfp8(), fq.recipes.fp8_delayed()):
                 got = steps(case, recipe)
-                with mock.patch.object(fq.GroupedLinear, "begin_ahead", lambda self, x: dict):
+                with mock.patch.object(fq.GroupedLinear, "begin_ahead", lambda self, x: None):
                     want = steps(case, recipe)
                 for i, (a, b) in enumerate(zip(got, want, strict=True)):
                     laws.assert_same_bytes(a, b, f"{case} {recipe} {i}")

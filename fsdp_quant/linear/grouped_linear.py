@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -443,25 +443,21 @@ class GroupedLinear(HasWeight):
         for layer in self._linears:
             layer.runtime.ran_in = None  # the pass that it began is this one
 
-    def begin_ahead(self, x: Tensor) -> Callable[[], object]:
-        """Do the host's work of the next call, of other rows like x, if the last was a product for
-        all, FSDP2 gathers no weight for it, and a gradient of x tells that a later layer's rows
-        have one; return what quantizes a packed weight for it."""
+    def begin_ahead(self, x: Tensor) -> None:
+        """Do the host's work of the next call, of other rows like x, and quantize a packed weight
+        for it, if the last was a product for all, FSDP2 gathers no weight for it, and a gradient of
+        x tells that a later layer's rows have one."""
         (plan, _), is_known = self._plan_of_one(x), x.requires_grad or not torch.is_grad_enabled()
         may = self._ahead == () and self.packed and not isinstance(self, FSDPModule)
         self._begun(None, x)  # of a forward that raised
         if plan is None or not (may and is_known) or isinstance((held := self.held)[0], DTensor):
-            return dict
+            return
         call, facts = self._call(plan, x, [held]), self._facts(plan, x)
+        if not isinstance(held[0], QuantizedTensor):
+            directions = list(Direction) if facts[-1] else [ROWWISE]
+            with torch.no_grad():
+                call = call._replace(ahead=call.quantized(held[:1], directions, x.dtype))
         self._ahead = facts, call  # no weight: its node would be older than FSDP2's of the forward
-
-        def quantize() -> None:
-            if not isinstance(held[0], QuantizedTensor):
-                directions = list(Direction) if facts[-1] else [ROWWISE]
-                ahead = call.quantized(held[:1], directions, x.dtype)
-                self._ahead = facts, call._replace(ahead=ahead)
-
-        return quantize
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

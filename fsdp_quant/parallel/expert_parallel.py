@@ -117,8 +117,14 @@ class ExpertDispatch:
         options = travels, self.experts, self.name, routes
         route = route_tokens(splits, rows, self.group, *options)
         layers = dict.fromkeys([*self.converted("input"), *self.converted("grad_output")])
-        begun = [layer.begin_ahead(rows) for layer in layers]
-        route.meanwhile = lambda: [begun.pop()() for _ in layers]  # nodes keep the route
+        grad = torch.is_grad_enabled()
+
+        def begin_ahead() -> None:  # within an autograd function, where gradients are off
+            with torch.set_grad_enabled(grad):
+                for layer in layers:
+                    layer.begin_ahead(rows)
+
+        route.meanwhile = begin_ahead
         sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)
         summed = () if weights is None else (*routes[1:], weights)
         shape = (sum(route.rows.sent),) if routes and not summed else x.shape[:-1]

@@ -54,7 +54,8 @@ class TokenRoute:
 
     @functools.cached_property
     def rows(self) -> Rows:
-        self.meanwhile()
+        meanwhile, self.meanwhile = self.meanwhile, bool  # nodes keep the route, it has tokens
+        meanwhile()
         return self._read()
 
     @property
