@@ -122,6 +122,8 @@ __device__ __forceinline__ uint4 ld_streaming(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
+
 // Copy 16 bytes from global to shared memory asynchronously, bypassing L1.
 __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
