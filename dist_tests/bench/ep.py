@@ -6,7 +6,7 @@ weighted sum of what comes back; over the same layer of torch alone in bf16.
     [--copies 8] [--load even] [--json FILE]
 
     torchrun --nproc-per-node 2 -m dist_tests.bench.ep --backend gloo --tokens 64 --dim 256
-    --hidden 128 --experts 4 --copies 2 --steps 2                     (on a CPU: times say nothing)
+    --hidden 128 --experts 4 --copies 2 --steps 2 --rounds 2          (on a CPU: times say nothing)
 
 Each rank has `tokens / copies` tokens, each of which goes to `copies` experts. bf16: a gather, an
 all-to-all of counts that the host reads, one of tokens, `torch._grouped_mm`, one of results, and a
@@ -15,13 +15,14 @@ routes and weights. Both multiply gate and up as one weight, run eagerly, and sh
 and sort; the weighted sum of bf16 is compiled too (`--eager`: nothing is).
 
 A step is forward, backward and SGD of bf16 parameters, so that weights are quantized in each.
-Printed: ms of a step, of its forward and backward alone, of a forward without gradients; a step's
-all-to-alls, and MiB that a rank gives them. Rank 0 prints.
+Printed: ms of a step, of its forward and backward alone, of a forward without gradients, where arms
+take turns; a step's all-to-alls, and MiB that a rank gives them. Rank 0 prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -171,7 +172,8 @@ def sent_by(step: Callable[[], None]) -> list[int]:
     return sizes
 
 
-def measure(arm: str, args, device: torch.device) -> dict:
+def prepared(arm: str, args, device: torch.device) -> tuple[dict, dict[str, Callable[[], None]]]:
+    """Return what an arm sends, and its calls that are timed."""
     torch.manual_seed(0)
     with torch.device(device):
         net = Plain(args).bfloat16() if arm == BASE else Ours(args, *ARMS[arm], device)
@@ -210,9 +212,32 @@ def measure(arm: str, args, device: torch.device) -> dict:
         step()
         forward()
     sent = sent_by(step)
-    timed_calls = {"ms": step, "passes_ms": passes, "forward_ms": forward}
-    row = {name: timed(call, args.steps, device) for name, call in timed_calls.items()}
-    return {"arm": arm, "all_to_alls": len(sent), "sent": sum(sent)} | row
+    row = {"arm": arm, "all_to_alls": len(sent), "sent": sum(sent)}
+    return row, {"ms": step, "passes_ms": passes, "forward_ms": forward}
+
+
+def measured(args, device: torch.device) -> Callable[[str], dict]:
+    """Return what was measured of each arm. Arms are timed in turns, since hosts change from minute
+    to minute: the median of rounds of a round's median."""
+    prepare = functools.partial(prepared, args=args, device=device)
+    tried = {arm: ranks.attempt({}, functools.partial(prepare, arm), device) for arm in args.arms}
+    arms = {arm: result for arm, (result, error) in tried.items() if error is None}
+    rounds = [
+        {
+            arm: {name: timed(call, args.steps, device) for name, call in calls.items()}
+            for arm, (_, calls) in arms.items()
+        }
+        for _ in range(args.rounds)
+    ]
+
+    def row_of(arm: str) -> dict:
+        if arm not in arms:
+            raise RuntimeError(tried[arm][1])
+        row, calls = arms[arm]
+        of_rounds = {name: [times[arm][name] for times in rounds] for name in calls}
+        return row | {name: statistics.median(times) for name, times in of_rounds.items()}
+
+    return row_of
 
 
 def timed(call, steps: int, device: torch.device) -> float:
@@ -240,7 +265,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--arms", nargs="+", default=[BASE, *ARMS], choices=[BASE, *ARMS])
-    sizes = {"tokens": 16384, "dim": 4096, "hidden": 2048, "experts": 32, "copies": 8, "steps": 20}
+    sizes = {"tokens": 16384, "dim": 4096, "hidden": 2048, "experts": 32, "copies": 8}
+    sizes |= {"steps": 20, "rounds": 5}
     for name, value in sizes.items():
         made.add_argument(f"--{name}", type=int, default=value)
     made.add_argument("--load", default="uneven", choices=["even", "uneven"])
@@ -254,7 +280,7 @@ def main() -> None:
     say(
         f"{dist.get_world_size()} x {where}, torch {torch.__version__}; {args.experts} experts "
         f"{args.dim} -> {args.hidden}, {args.tokens // args.copies} tokens a rank to {args.copies} "
-        f"experts each, {args.load}, medians of {args.steps} steps"
+        f"experts each, {args.load}, medians of {args.rounds} rounds of {args.steps} steps"
     )
     names = "ms", "passes_ms", "forward_ms"
     head = "".join(f"{name.removesuffix('_ms'):>9} {'x bf16':>7}" for name in names)
@@ -264,10 +290,8 @@ def main() -> None:
         times = "".join(f"{row[name]:9.2f} {over(name):7.3f}" for name in names)
         return f"{row['arm']:22}{times}  {row['all_to_alls']}, {row['sent'] / 2**20:.3g}"
 
-    ranks.finish(
-        ranks.table(args.arms, BASE, lambda arm: measure(arm, args, device), line, device, say),
-        args.json,
-    )
+    row_of = measured(args, device)
+    ranks.finish(ranks.table(args.arms, BASE, row_of, line, device, say), args.json)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def table(
     """
     rows: list[dict] = []
     for arm in arms:
-        row, error = _attempt({"arm": arm} | facts, lambda: measure(arm), device)
+        row, error = attempt({"arm": arm} | facts, lambda: measure(arm), device)
         rows.append(row)
         if error is not None:
             say(f"{arm:21} failed: {error[:300]}")
@@ -75,21 +76,20 @@ def table(
     return rows
 
 
-def _attempt(
-    row: dict, measure: Callable[[], dict], device: torch.device
-) -> tuple[dict, str | None]:
+def attempt(row: dict, measure: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
     """(what was measured, why some rank failed or None); `row` and the error where this one did."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    failed = torch.zeros(1, device=device)
+    failed, reason = torch.zeros(1, device=device), None
     try:
         row = measure()
     except Exception as error:  # of any kind: one arm does not cost the others
-        row, failed = row | {"error": f"{type(error).__name__}: {error}"}, failed + 1
+        reason = f"{type(error).__name__}: {error}"
+        row, failed = row | {"error": reason}, failed + 1
     if dist.is_initialized():
         dist.all_reduce(failed)
-    return row, row.get("error", "on another rank") if failed else None
+    return row, (reason or "on another rank") if failed else None
 
 
 def finish(rows: list[dict], path: str | None) -> None:
