@@ -35,8 +35,8 @@ from ..linear.shared_input import Handed, HandedByInput
 from ..ops.norm import ACTIVATIONS, GATED, NormSpec, reference_activation, reference_norm
 from ..roles import matches
 from ..tensor import torch_compat
-from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
-from .norm import is_supported
+from .layernorm_mlp import RECOMPUTE, mlp_hidden, recomputed
+from .norm import NORMALIZATION, is_supported
 from .norm_op import normalize
 from .proof import HIDDEN, WIDTH, Proof, prove, read_by
 from .reads import Held, held, is_defined_by
@@ -82,7 +82,7 @@ class MLPPattern(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for a pattern that means nothing."""
-        check_recompute(self.recompute)
+        RECOMPUTE.read("recompute", self.recompute)
         kinds = ACTIVATIONS if self.gate is None else GATED
         if self.activation not in kinds:
             raise ValueError(f"{self}: activation must be one of {', '.join(kinds)}")
@@ -171,8 +171,7 @@ class NormPattern(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for a pattern that means nothing."""
-        if self.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(f"{self}: normalization must be 'RMSNorm' or 'LayerNorm'")
+        NORMALIZATION.read(f"{self}: normalization", self.normalization)
         if self.rounds_first and (self.normalization != "RMSNorm" or self.zero_centered_gamma):
             raise ValueError(f"{self}: rounds_first is of an RMSNorm whose gamma is its weight")
 
