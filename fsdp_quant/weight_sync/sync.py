@@ -236,10 +236,8 @@ class WeightSync:
         """End the step of every history of these weights' layers; a skipped one drops amaxes of
         activations and gradients."""
         states = {w.state for w in self._weights}
-        histories = {
-            id(h): h.to(self._device) for state in states for h in state.histories.values()
-        }
-        roll(histories.values(), skip)
+        histories = {h for state in states for h in state.histories.values()}
+        roll([history.to(self._device) for history in histories], skip)
 
     @torch.no_grad()
     def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
