@@ -157,12 +157,10 @@ class WeightSync:
                 "the initial values are gone: init_masters() hands them out once, before the first "
                 "cast"
             )
-        masters = []
-        for weight, values in zip(self._weights, self._initial):
-            start, end = weight.shards.run(self.rank)
-            masters.append(values.detach().reshape(-1)[start:end].to(torch.float32, copy=True))
-        self._initial = None
-        return masters
+        initial, self._initial = self._initial, None
+        runs = [slice(*weight.shards.run(self.rank)) for weight in self._weights]
+        owned = [values.detach().reshape(-1)[run] for values, run in zip(initial, runs)]
+        return [values.to(torch.float32, copy=True) for values in owned]
 
     # A step #
 
