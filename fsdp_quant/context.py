@@ -183,7 +183,7 @@ class StepState:
 
     def values(self, token_offset: int | None = None) -> list[int]:
         """Return the values of `STEP_FIELDS`. token_offset: default, this thread's."""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = dist.get_rank() if dist.is_initialized() else 0
         offset = self.token_offset if token_offset is None else token_offset
         return [self.seed, self.step, self.micro_batch, offset, rank]
 

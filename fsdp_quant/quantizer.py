@@ -29,7 +29,7 @@ from .storage import Storage, matrix_type, to_layout, to_storage
 from .tensor.quantized_tensor import QuantizedTensor
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
-COLUMNWISE_SOURCES = ("original", "rowwise_dequantized", "rowwise")
+_COLUMNWISE_SOURCE = choice("original", "rowwise_dequantized", "rowwise")
 
 
 _encoding = cache(Encoding)  # one object per value, so that caches find it without a comparison
@@ -168,11 +168,7 @@ class HybridQuantizer:
             raise ValueError(
                 "a HybridQuantizer needs a rowwise or a columnwise quantizer, got neither"
             )
-        if self.columnwise_source not in COLUMNWISE_SOURCES:
-            raise ValueError(
-                f"columnwise_source must be one of {', '.join(COLUMNWISE_SOURCES)}, got "
-                f"{self.columnwise_source!r}"
-            )
+        _COLUMNWISE_SOURCE.read("columnwise_source", self.columnwise_source)
         source = f"columnwise_source={self.columnwise_source!r}"
         if self.columnwise_source == "original":
             return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from math import prod
 
@@ -60,11 +61,9 @@ def fingerprint(
     if storage.shape[0] == 0:
         return total
     row0 = storage.row0 + part[0] * part_rows
-    rows_per_entry = {
-        "data": 1,
-        "scale": storage.fmt.dims(storage.direction)[0],
-        "tensor_amax": None,
-    }
+    block_rows = storage.fmt.dims(storage.direction)[0]
+    rows_per_entry = {"data": 1, "scale": block_rows, "tensor_amax": None}
+    positions = functools.partial(torch.arange, dtype=torch.int64, device=storage.data.device)
     for name, buffer in storage.buffers().items():
         block = rows_per_entry[name]
         if block is None and (row0 or (part[1] and buffer.numel() == 1)):
@@ -74,16 +73,12 @@ def fingerprint(
             first, buffer = first + 1, buffer[1:]
         words = _words(buffer, packed=name == "data")
         salt = zlib.crc32(f"{storage.direction.value}.{name}".encode()) << 31
-        column = part[1] * words.shape[1] + torch.arange(
-            words.shape[1], dtype=torch.int64, device=words.device
-        )
+        column = part[1] * words.shape[1] + positions(words.shape[1])
         step = max(1, _CHUNK_WORDS // max(1, words.shape[1]))
         width = words.shape[1] * parts[1]
         for start in range(0, words.shape[0], step):
             piece = words[start : start + step]
-            row = (
-                first + start + torch.arange(piece.shape[0], dtype=torch.int64, device=words.device)
-            )
+            row = first + start + positions(piece.shape[0])
             total += _mixed(piece ^ _mixed(row[:, None] * width + column + salt)).sum()
     return total
 

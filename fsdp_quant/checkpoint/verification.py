@@ -141,21 +141,14 @@ def _verify_folder(path: Path, report: Verified) -> None:
     ranks: dict[int, set[int]] = {}
     for place in values:
         if place[-1] == "fingerprint" and place[:-1] + ("recipe",) in values:
-            state = {
-                p[len(place) - 1 :]: value
-                for p, value in values.items()
-                if p[: len(place) - 1] == place[:-1]
-            }
+            parent, name = place[:-1], ".".join(place[:-1])
+            state = {p[len(parent) :]: v for p, v in values.items() if p[: len(parent)] == parent}
             try:
                 for own in _of_each_rank(state):
-                    rank, world = _verify_state(
-                        ".".join(place[:-1]) or "state", own, values, report
-                    )
+                    rank, world = _verify_state(name or "state", own, values, report)
                     ranks.setdefault(world, set()).add(rank)
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                report.problems.append(
-                    f"{'.'.join(place[:-1])} is no state of fq.state_dict: {error}"
-                )
+                report.problems.append(f"{name} is no state of fq.state_dict: {error}")
     for world, saved in ranks.items():
         if world and len(saved) < world and any("histories" in place for place in values):
             report.problems.append(

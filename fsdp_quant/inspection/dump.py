@@ -52,7 +52,7 @@ class Dump:
 
     def write(self, step: int) -> None:
         """Write and forget the tensors of a step."""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = dist.get_rank() if dist.is_initialized() else 0
         tensors, facts = self._tensors, self._facts
         self._tensors, self._facts = {}, {}
         folder = self._folder / f"step{step}"

@@ -459,7 +459,7 @@ def _of_piece(piece: Piece) -> Sample:
 
 
 def _of_rank(path: Path) -> Path:
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     return path.with_suffix(f".rank{rank}{path.suffix}") if rank else path
 
 

@@ -48,7 +48,7 @@ class Machine:
             shutil.which("nvidia-smi") is not None,
             gpus,
             extension.STATUS.reason,
-            dist.is_available() and dist.is_nccl_available(),
+            dist.is_nccl_available(),
             dict(os.environ),
         )
 

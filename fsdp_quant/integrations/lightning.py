@@ -14,6 +14,7 @@ from torch import autocast, bfloat16, nn
 
 from ..linear.training_steps import begin_step, count_passes
 from ..models.convert import convert_once
+from ..options import choice
 from ..recipe import PerLayer, Recipe, Schedule
 from ..training.hold import hold
 from ..training.training_state import TrainingState
@@ -44,11 +45,8 @@ class FabricPrecision(fabric.Precision):
         allow_recipe_change: bool = False,
         **convert_options,
     ):
-        if precision not in ("32-true", "bf16-true", "bf16-mixed"):
-            raise ValueError(
-                f"precision must be 32-true, bf16-true or bf16-mixed, got {precision!r}"
-            )
-        self.recipe, self.precision, self.convert_options = recipe, precision, convert_options
+        self.recipe, self.convert_options = recipe, convert_options
+        self.precision = choice("32-true", "bf16-true", "bf16-mixed").read("precision", precision)
         self.allow_recipe_change = allow_recipe_change
         self._plain = plain = fabric.Precision()
         if precision == "bf16-true":

@@ -300,13 +300,9 @@ def _encode_after_step(quantized: list[QuantizedWeight], skipped: Tensor | None)
     for weight in quantized:
         weight.state.pending = True
     stale = [w for w in quantized if not all(map(w.is_current, w.state.quantizer.encodings))]
-    histories = {
-        id(h): h
-        for w in stale
-        for (_, slot, *_), h in w.state.histories.items()
-        if slot == "weight"
-    }
+    slots = (item for w in stale for item in w.state.histories.items())
+    histories = dict.fromkeys(history for (_, slot, *_), history in slots if slot == "weight")
     if skipped is not None:
         skipped = torch_compat.local_of(skipped).detach().reshape(()) != 0
-    torch_compat.copy_all(AmaxHistory.advanced(histories.values(), skipped))
+    torch_compat.copy_all(AmaxHistory.advanced(histories, skipped))
     refresh_codes(quantized)

@@ -25,7 +25,7 @@ from ..roles import Selector, selected, selectors_of, shown, some
 from ..tensor import torch_compat
 from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
-from .layernorm_mlp import check_recompute
+from .layernorm_mlp import RECOMPUTE
 from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, kind_of, products_of, reason_against, take_over
 from .progress import progress
@@ -195,7 +195,7 @@ def _fused(
 ) -> dict[str, Pattern | InputPattern]:
     """Return the pattern of each fused module. All linear layers of a recognized one are
     converted."""
-    check_recompute(recompute)
+    RECOMPUTE.read("recompute", recompute)
     if isinstance(fuse, str):
         raise ValueError(
             f"fq.convert: fuse is {fuse!r}; wanted True, False or patterns (fq.MLPPattern, "

@@ -35,8 +35,8 @@ from ..linear.shared_input import Handed, HandedByInput
 from ..ops.norm import ACTIVATIONS, GATED, NormSpec, reference_activation, reference_norm
 from ..roles import matches
 from ..tensor import torch_compat
-from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
-from .norm import is_supported
+from .layernorm_mlp import RECOMPUTE, mlp_hidden, recomputed
+from .norm import NORMALIZATION, is_supported
 from .norm_op import normalize
 from .proof import HIDDEN, WIDTH, Proof, prove, read_by
 from .reads import Held, held, is_defined_by
@@ -82,7 +82,7 @@ class MLPPattern(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for a pattern that means nothing."""
-        check_recompute(self.recompute)
+        RECOMPUTE.read("recompute", self.recompute)
         kinds = ACTIVATIONS if self.gate is None else GATED
         if self.activation not in kinds:
             raise ValueError(f"{self}: activation must be one of {', '.join(kinds)}")
@@ -171,8 +171,7 @@ class NormPattern(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for a pattern that means nothing."""
-        if self.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(f"{self}: normalization must be 'RMSNorm' or 'LayerNorm'")
+        NORMALIZATION.read(f"{self}: normalization", self.normalization)
         if self.rounds_first and (self.normalization != "RMSNorm" or self.zero_centered_gamma):
             raise ValueError(f"{self}: rounds_first is of an RMSNorm whose gamma is its weight")
 
@@ -417,15 +416,14 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
         if torch_compat.dispatch_is_watched():
             if recomputes and x is not None:
                 return recomputed(functools.partial(cls.forward, self), x)
-            return cls.forward(self, *args, **kwargs)
-        if changed(self) is not None:
-            return cls.forward(self, *args, **kwargs)
-        if isinstance(pattern, InputPattern):
-            with pattern.shared(self):
-                return cls.forward(self, *args, **kwargs)
-        if x is None or x.is_nested or not pattern.is_supported(self, x, _proof_of(self).outcome):
-            return cls.forward(self, *args, **kwargs)
-        return pattern.run(self, x)
+        elif changed(self) is None:
+            if isinstance(pattern, InputPattern):
+                with pattern.shared(self):
+                    return cls.forward(self, *args, **kwargs)
+            proof = _proof_of(self).outcome
+            if x is not None and not x.is_nested and pattern.is_supported(self, x, proof):
+                return pattern.run(self, x)
+        return cls.forward(self, *args, **kwargs)
 
     def reduce(self, protocol):
         _, _, *state = cls.__reduce_ex__(self, protocol)

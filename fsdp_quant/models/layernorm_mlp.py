@@ -17,9 +17,12 @@ from ..migration import answers_keywords
 from ..ops import native, norm
 from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
+from ..options import choice
 from ..recipe import Recipe
 from .norm import Norm
 from .norm_op import activate
+
+RECOMPUTE = choice(None, "gate_up")
 
 
 @answers_keywords
@@ -77,12 +80,8 @@ class LayerNormMLP(nn.Module):
     ):
         name = own_name(name, "layernorm_mlp")
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            )
-        check_recompute(recompute)
-        self.activation, self.recompute = activation, recompute
+        self.activation = choice(*ACTIVATIONS).read("activation", activation)
+        self.recompute = RECOMPUTE.read("recompute", recompute)
         self.residual, self.return_layernorm_output = residual, return_layernorm_output
 
         def linear(rows: int, cols: int, part: str) -> Linear:
@@ -138,11 +137,6 @@ class LayerNormMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (", residual=True" if self.residual else "")
-
-
-def check_recompute(recompute: str | None) -> None:
-    if recompute not in (None, "gate_up"):
-        raise ValueError(f"recompute must be None or 'gate_up', got {recompute!r}")
 
 
 def recomputed(run: Callable, x: Tensor):

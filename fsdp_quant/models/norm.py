@@ -12,8 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from ..migration import answers_keywords
 from ..ops.norm import NormSpec
+from ..options import choice
 from ..tensor import torch_compat
 from .norm_op import normalize
+
+NORMALIZATION = choice("RMSNorm", "LayerNorm")
 
 
 def is_supported(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
@@ -52,11 +55,7 @@ class Norm(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        if normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(
-                f"normalization must be 'RMSNorm' or 'LayerNorm', got {normalization!r}"
-            )
-        self.normalization = normalization
+        self.normalization = NORMALIZATION.read("normalization", normalization)
         self.spec = NormSpec(float(eps), normalization == "LayerNorm", bool(zero_centered_gamma))
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.register_parameter(

@@ -187,10 +187,9 @@ def _reason_against(module: nn.Module, kind: Kind, cls: type[nn.Module], reads: 
 
 def _shapes(module: nn.Module, kind: Kind) -> dict[str, torch.Size]:
     """Of the parameters as `cls.forward` reads them: frozen codes are [.., N, K]."""
-    parameters = {n: p for n, p in module._parameters.items() if p is not None}
-    shapes = {n: p.shape for n, p in parameters.items()}
+    shapes = {n: p.shape for n, p in module._parameters.items() if p is not None}
     for part in kind.parts:
-        if kind.transposed and isinstance(local_of(parameters[part]), QuantizedTensor):
+        if kind.transposed and isinstance(local_of(module.get_parameter(part)), QuantizedTensor):
             experts, rows, cols = shapes[part]
             shapes[part] = torch.Size([experts, cols, rows])
     return shapes

@@ -23,7 +23,7 @@ PATIENCE = 5.0  # seconds without a bar
 def progress(items: Collection[Item], label: str) -> Iterator[Item]:
     """Iterate over items; after `PATIENCE`, rank 0 shows a bar if stderr is a terminal."""
     began, bar = time.monotonic(), None
-    is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+    is_first = not (dist.is_initialized() and dist.get_rank())
     try:
         for index, item in enumerate(items):
             late = time.monotonic() - began > PATIENCE

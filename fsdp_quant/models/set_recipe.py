@@ -190,10 +190,9 @@ def check_fixed(
     for phase in recipe.phases:
         for module, layer_recipe in given_recipes(units, phase):
             fixed = (_FROZEN, _LATER) if module in frozen else _why_fixed(module)
-            reason, remedy = fixed or (None, None)
-            if reason is None:
+            if fixed is None:
                 continue
-            runtime, state = module.runtime, module.runtime.weight_state
+            (reason, remedy), runtime, state = fixed, module.runtime, module.runtime.weight_state
             weight = runtime.plan_of(layer_recipe, module.weight.device).weight
             dtype = layer_recipe.compute_dtype
             if (weight, dtype) != (state.quantizer, state.compute_dtype):

@@ -12,6 +12,7 @@ Tensors without symbols (routes, masks, zeros) are constants: their values are p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -146,11 +147,7 @@ class Symbols(torch_compat.DispatchMode):
         self, func, args: tuple, kwargs: dict, values: dict[int, Tensor], out: Tensor, index: int
     ) -> Tensor:
         """Numbers of an output. values: those of the inputs, by id."""
-        name = _name_of(func)
-
-        def moved(tensor: Tensor) -> Tensor:
-            return self._moved(tensor, values)
-
+        name, moved = _name_of(func), functools.partial(self._moved, values=values)
         if name in _MOVES:
             kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
             return func(*torch_compat.tree_map_only(Tensor, moved, args), **kwargs)

@@ -153,13 +153,9 @@ def _shape(rows: list[_Rows], shapes: Mapping[str, list[int]]) -> list[int]:
 
 def _problems(expected: Mapping[str, list[int]], tensors: Mapping[str, object]) -> list[str]:
     """Return what keeps a state from being loaded, a clause per kind."""
-    problems = []
-    for kind, keys in (
-        ("missing", expected.keys() - tensors.keys()),
-        ("unexpected", tensors.keys() - expected.keys()),
-    ):
-        if keys:
-            problems.append(f"{kind}: {', '.join(sorted(keys))}")
+    missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    kinds = {"missing": missing, "unexpected": unexpected}
+    problems = [f"{kind}: {', '.join(sorted(keys))}" for kind, keys in kinds.items() if keys]
     for key in sorted(expected.keys() & tensors.keys()):
         value = tensors[key]
         if not isinstance(value, Tensor) or isinstance(value, DTensor):

@@ -13,10 +13,9 @@ Block-wise 8-bit states are from Dettmers et al., 8-bit Optimizers via Block-wis
 (ICLR 2022), which maps values through tables; bitsandbytes and torchao have blocks of 256 too. e4m3
 replaces the table, as in FP8-LM (Peng et al., 2023): one GPU instruction encodes two elements, a
 table costs eight reads per element. e4m3 has 17 binades below the largest of a block, which as
-roots
-are 34 of exp_avg_sq: a gradient of 2^-17 of the block's largest is not 0, and no update divides
-by 0. The scale is fp32 and not a power of two: an exp_avg_sq without gradients shrinks by beta2 per
-step, which codes alone would round away.
+roots are 34 of exp_avg_sq: a gradient of 2^-17 of the block's largest is not 0, and no update
+divides by 0. The scale is fp32 and not a power of two: an exp_avg_sq without gradients shrinks by
+beta2 per step, which codes alone would round away.
 
 [Note: remainders]
 The bits of a fp32 master are those of its bf16 parameter, then 16 more:
@@ -89,13 +88,11 @@ def encode(x: Tensor, is_root: bool = False) -> tuple[Tensor, Tensor]:
     """
     blocks = _blocks(x)
     scale = blocks.abs().amax(-1, keepdim=True) * (1 / _CODE_OF_MAX)
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.zeros_like(scale), scale)
-    inverse = torch.where(scale == 0, torch.zeros_like(scale), scale.reciprocal())
+    scale = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 0)
+    inverse = scale.reciprocal().masked_fill(scale == 0, 0)
     codes = (blocks * inverse).to(torch.float8_e4m3fn).view(torch.uint8)
     if is_root:
-        codes = torch.where(
-            (blocks > 0) & (scale != 0) & (codes == 0), torch.ones_like(codes), codes
-        )
+        codes = codes.masked_fill((blocks > 0) & (scale != 0) & (codes == 0), 1)
     return _unblocked(codes, x.shape), scale.squeeze(-1)
 
 
@@ -108,8 +105,7 @@ def decode(codes: Tensor, scale: Tensor) -> Tensor:
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return (bf16 [..], uint8 [.., 2]) of a fp32 master: the parameter and its remainder."""
     master = master.contiguous()
-    bits = master.view(torch.int32)
-    bits = torch.where(master.isnan(), torch.full_like(bits, _NAN_BITS), bits)
+    bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN_BITS)
     low = bits.to(torch.int16)  # wraps
     high = ((bits - low.to(torch.int32)) >> 16).to(torch.int16)
     return high.view(torch.bfloat16), low.unsqueeze(-1).view(torch.uint8)

@@ -29,6 +29,7 @@ from ..counters import counters
 from ..migration import answers_keywords
 from ..ops import native
 from ..ops.dispatch import Encoded, Statistics
+from ..options import choice
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.refresh import FusedOutputs, fused_outputs
@@ -37,6 +38,7 @@ from ..tensor.weight_state import values_of
 from . import compact
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENT_DTYPE = choice(torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 STORING = ("moment_dtype", "store_param_remainders")  # settings that say how a state is stored
 # Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor
 # of p.
@@ -99,11 +101,7 @@ class FusedAdam(torch.optim.Optimizer):
                 "lr, eps and weight_decay must not be negative and betas be in [0, 1), got "
                 f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
             )
-        if moment_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-            raise ValueError(
-                "moment_dtype must be torch.float32, torch.bfloat16 or torch.float8_e4m3fn, got "
-                f"{moment_dtype}"
-            )
+        _MOMENT_DTYPE.read("moment_dtype", moment_dtype)
         if isinstance(lr, Tensor) and not capturable:
             raise ValueError(
                 "lr is a tensor, which is read on the device only with capturable=True; pass a "

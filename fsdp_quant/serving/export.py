@@ -219,7 +219,7 @@ def exported(
             f"input_amax names {', '.join(sorted(unknown))}; quantized layers: "
             f"{', '.join(list(schemes)[:4])}, ..."
         )
-    config = _config(model, format, schemes, _ignored(model, sources, parts, names), dtype)
+    config = _config(model, format, schemes, _ignored(model, pairs, names), dtype)
     planned = [_planned(source, part, format) for source, part in pairs]
     _check_ranks(planned)
     _check_values(parts)
@@ -356,20 +356,17 @@ def _planned(source: Source, part: Part, format: str) -> list[Planned]:
 
 
 def _ignored(
-    model: nn.Module,
-    sources: list[Source],
-    parts: dict[Source, list[Part]],
-    names: Callable[[str], str] | None,
+    model: nn.Module, pairs: list[tuple[Source, Part]], names: Callable[[str], str] | None
 ) -> list[str]:
     """Layers of the checkpoint that hold a matrix in high precision; of tied ones every layer."""
     quantized, layers = set(), []
-    for source, part in ((source, part) for source in sources for part in parts[source]):
+    for source, part in pairs:
         is_matrix = len(part.shape) == 2 and part.slice.name.endswith(".weight")
         if part.kind is not None:
             quantized.add(part.layer)
         elif is_matrix and not isinstance(source.owner, nn.Embedding):
             layers.append(part.layer)
-    owners = {id(source.owner) for source in sources if source.attribute == "weight"}
+    owners = {id(source.owner) for source, _ in pairs if source.attribute == "weight"}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and id(module) not in owners:  # tied to another's weight
             weight = f"{in_state_dict(name)}.weight"

@@ -237,18 +237,22 @@ def _check_weight(source: Source, slices: Stored, keeps: ModelWeight | None) -> 
 
 def _check_tensors(
     source: Source, piece: Slice, tensors: dict[str, Tensor], fmt: Format | None
-) -> None:
-    """Raise ValueError unless these tensors are a weight of the model's shape.
+) -> layouts.Scales | None:
+    """The scales of a slice; None: it is of mxfp4 blocks, or in high precision.
+
+    Raises ValueError unless these tensors are a weight of the model's shape.
 
     tensors:  of `Files.described`.
     fmt:      that the scales must have; None: any.
     """
+    scales = None
     if "blocks" in tensors and fmt not in (None, FORMATS["mxfp4"]):
         raise ValueError(f"{piece.name} is mxfp4 in the files, and its recipe multiplies {fmt}")
     if "blocks" in tensors:
         shape = _shape_of_gpt_oss(piece.name, **tensors)
-    elif len(tensors) > 1:
-        shape = layouts.read_scales(piece.name, tensors, fmt).shape
+    elif len(tensors) > 1 or fmt is not None:
+        scales = layouts.read_scales(piece.name, tensors, fmt)
+        shape = scales.shape
     else:
         ((role, tensor),) = tensors.items()
         shape = tuple(tensor.shape)
@@ -262,6 +266,7 @@ def _check_tensors(
             f"{piece.name} is {list(shape)} in the file and {list(source.shape_of(piece))} in the "
             "model"
         )
+    return scales
 
 
 def _values(source: Source, slices: Stored, files: Files) -> Tensor:
@@ -332,7 +337,7 @@ def _codes(source: Source, slices: Stored, files: Files) -> QuantizedTensor:
 
 
 def _stacked_rows(parts: list[Storage]) -> Storage:
-    """One storage of the rows of all; `_check_rows` ran."""
+    """One storage of the rows of all; `_check_slices` ran."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -345,21 +350,16 @@ def _stacked_rows(parts: list[Storage]) -> Storage:
 
 
 def _check_slices(source: Source, slices: Stored, keeps: bool, files: Files) -> None:
-    """Raise ValueError unless the tensors are the model's weight. keeps: their codes stay."""
+    """Raise ValueError unless the tensors are the model's weight. keeps: their codes stay, and no
+    scale may be of two tensors of one matrix."""
     fmt = source.layers[0]._weight_state.quantizer.rowwise.fmt if keeps else None
-    for piece, tensors in slices:
-        _check_tensors(source, piece, files.described(tensors), fmt)
-    if keeps:
-        _check_rows(source, slices, files)
-
-
-def _check_rows(source: Source, slices: Stored, files: Files) -> None:
-    """Raise ValueError where several tensors are one matrix, and a scale would be of two."""
-    fmt, rows = source.layers[0]._weight_state.quantizer.rowwise.fmt, {}
+    rows = {}
     for piece, named in slices:
-        if "blocks" not in named:
-            scales = layouts.read_scales(piece.name, files.described(named), fmt)
+        scales = _check_tensors(source, piece, files.described(named), fmt)
+        if scales is not None:
             rows.setdefault(piece.matrix, []).append(scales)
+    if fmt is None:
+        return
     block_rows = fmt.dims(ROWWISE)[0]
     for parts in rows.values():
         of_tensor = [part.scale if block_rows is None else part.tensor_amax for part in parts]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,16 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint import storage_tensors
 from ..formats import ROWWISE, Format
-from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import saved_plain
 from ..linear.linear import Linear
-from ..models.transposed_linear import TransposedLinear
 from ..ops import dispatch
 from ..ops.dispatch import Statistics
 from ..scaling import RowCuts
 from ..storage import Storage
 from ..tensor.frozen import gathered_codes
 from ..tensor.fsdp_hooks import managed_of
+from ..tensor.model_weights import quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import in_state_dict, local_of, reshard
@@ -110,7 +109,11 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
     Raises ValueError for what transformers stores in another form than rows of the parameter.
     """
     reshard(model)
-    quantized = {id(p): (layers, transposed) for p, layers, transposed in _quantized(model)}
+    quantized = {
+        id(weight.parameter): (list(weight.layers), weight.is_transposed)
+        for weight in quantized_weights(model)
+        if weight.layers[0].plan.weight.side(ROWWISE).fmt.is_quantized
+    }
     sources, visited = [], set()
     for prefix, module in model.named_modules():
         skipped = module._non_persistent_buffers_set
@@ -128,21 +131,6 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
             source.slices = [s._replace(name=rename(s.name)) for s in source.slices]
             source.matrices = [s._replace(name=rename(s.name)) for s in source.matrices]
     return sources
-
-
-def _quantized(model: nn.Module) -> Iterator[tuple[Tensor, list[Linear], bool]]:
-    """(parameter, layers over its matrices, transposed) of quantized layers."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            weight = module.weight, [module], False
-        elif isinstance(module, GroupedLinear) and module.packed:
-            weight = module.weight, list(module.layers), module.transposed
-        elif isinstance(module, TransposedLinear):
-            weight = getattr(module, module.source), module._matrix_layers, module.transposed
-        else:
-            continue
-        if weight[1][0].plan.weight.side(ROWWISE).fmt.is_quantized:
-            yield weight
 
 
 # Names #

@@ -81,7 +81,9 @@ def agree(
 
 @contextlib.contextmanager
 def raises_on_all_ranks(
-    groups: Iterable[dist.ProcessGroup], facts: Mapping[str, str] | None = None
+    groups: Iterable[dist.ProcessGroup],
+    facts: Mapping[str, str] | None = None,
+    remedy: str = _REMEDY,
 ) -> Iterator[None]:
     """`agree` at the end, with the error that the body raises on this rank."""
     error = None
@@ -89,7 +91,7 @@ def raises_on_all_ranks(
         yield
     except Exception as caught:
         error = caught
-    agree(facts or {}, list(dict.fromkeys(groups)), error)
+    agree(facts or {}, list(dict.fromkeys(groups)), error, remedy)
 
 
 class _AgreedError(ValueError):

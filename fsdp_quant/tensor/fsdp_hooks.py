@@ -114,7 +114,8 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     begins = managed.in_forward and not torch_compat.backward_is_running()
     # a backward reads the operands that its forward saw
     if group is None or not group.is_of(registered) or (begins and not group.converts_as_read()):
-        group = GatherGroup(registered, list(map(_member, registered)))
+        coded = {i: t for i, t in enumerate(registered) if isinstance(t, FSDPHooks)}
+        group = GatherGroup(registered, {i: gathered_weight(t) for i, t in coded.items()})
     root_statistics.before_gather(group.members)
     for member, tensor in zip(group.members, group.ours(registered)):
         if isinstance(tensor, FSDPHooks):
@@ -127,11 +128,6 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     if managed.in_forward and managed.stays_unsharded_after_forward:
         root_statistics.gather_again_in_training(group.members)
     return first
-
-
-def _member(local: Tensor) -> GatheredWeight | None:
-    """The unsharded side of a parameter; None if it is not gathered as codes."""
-    return gathered_weight(local) if isinstance(local, FSDPHooks) else None
 
 
 def directions_needed(

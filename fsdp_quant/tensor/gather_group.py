@@ -24,7 +24,7 @@ import functools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -51,12 +51,11 @@ class GatherGroup:
     members:  their unsharded sides, in the order of their hooks.
     """
 
-    def __init__(self, local: Sequence[Tensor], members: Sequence[GatheredWeight | None]):
-        """local: sharded local tensors of the group's parameters; members: None where one is not
-        gathered as codes."""
-        self.members = [m for m in members if m is not None]
+    def __init__(self, local: Sequence[Tensor], members: Mapping[int, GatheredWeight]):
+        """local: sharded local tensors of the group's parameters; members: of those that are
+        gathered as codes, by place."""
         self._local = list(map(weakref.ref, local))
-        self._places = [i for i, m in enumerate(members) if m is not None]
+        self._places, self.members = list(members), list(members.values())
         self._plans: dict[tuple[frozenset[Direction], ...], GatherPlan] = {}
         self._operands = _Operands(self.members)
         self.is_checkpointed = False  # the last forward ran inside torch.utils.checkpoint

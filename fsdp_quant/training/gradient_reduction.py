@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..ops.gradient_codes import (
 )
 from ..ops.rng import tensor_id
 from ..tensor import torch_compat
-from ..tensor.agreement import agree, axes_of
+from ..tensor.agreement import axes_of, raises_on_all_ranks
 from .gradient_buffers import Outgoing, ReplicaSum, SendBuffer, Sent, values_of
 
 # torch's own reduction
@@ -59,48 +60,39 @@ def set_gradient_reduction(model: nn.Module, format: str) -> None:
     ValueError: fq.set_gradient_reduction found no fully_shard in Linear; call fully_shard first
     """
     groups = torch_compat.fsdp_groups_of(model)
-    error = _refusal(model, format, groups)
-    meshes = axes_of(model)
-    for mesh in meshes:
-        agree(
-            {"fq.set_gradient_reduction's format": repr(format)},
-            mesh,
-            error,
-            remedy="give every rank the same",
-        )
-    if error is not None:
-        raise error
+    axes, facts = axes_of(model), {"fq.set_gradient_reduction's format": repr(format)}
+    with raises_on_all_ranks(itertools.chain(*axes), facts, "give every rank the same"):
+        _check(model, format, groups)
     for group in groups:
         comm = None if format == _OF_TORCH else GradientReduction(format)
         torch_compat.set_reduce_scatter(group, comm)
 
 
-def _refusal(model: nn.Module, format: str, groups: Sequence[Any]) -> ValueError | None:
+def _check(model: nn.Module, format: str, groups: Sequence[Any]) -> None:
     wanted = _OF_TORCH, *GRADIENT_FORMATS
     if format not in wanted:
-        return ValueError(
+        raise ValueError(
             f"fq.set_gradient_reduction: format is {format!r}; wanted one of {', '.join(wanted)}"
         )
     if not groups:
-        return ValueError(
+        raise ValueError(
             f"fq.set_gradient_reduction found no fully_shard in {type(model).__name__}; call "
             "fully_shard first"
         )
     for name, parameter in model.named_parameters():
         if parameter.dtype.is_complex and format != _OF_TORCH:
-            return ValueError(
+            raise ValueError(
                 f"fq.set_gradient_reduction: {name} is {parameter.dtype}, of which {format} would "
                 "send no imaginary parts; call it for the modules without such parameters, or "
                 "store torch.view_as_real of them"
             )
     for comm in map(torch_compat.reduce_scatter_of, groups):
         if comm is not None and not isinstance(comm, GradientReduction):
-            return ValueError(
+            raise ValueError(
                 f"fq.set_gradient_reduction would replace {type(comm).__name__}, which reduces "
                 "gradients already; leave out its set_custom_reduce_scatter, or "
                 "set_allocate_memory_from_process_group"
             )
-    return None
 
 
 class GradientReduction(torch_compat.ReduceScatter):

@@ -58,7 +58,7 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     if not converted_modules(model):
         raise ValueError("share_amaxes found no fq.Linear; call fq.convert(model, recipe) first")
     SHARED[model] = sharing = _Sharing(group)
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         sharing.agree(model)
 
 
@@ -93,7 +93,7 @@ class _Sharing:
     @torch.no_grad()
     def __call__(self, model: nn.Module, histories: Collection[AmaxHistory]) -> None:
         """Replace the current amaxes by the maximum over ranks, if one of the model is to roll."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             return
         modules, rolled = _by_name(model), set(histories)
         of_layers = (m.runtime.weight_state.histories.values() for m in modules.values())
@@ -178,7 +178,7 @@ def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
 
 def _rank() -> list[int]:
     """Return [rank, world size]."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return [dist.get_rank(), dist.get_world_size()]
     return [0, 1]
 
@@ -267,7 +267,7 @@ class TrainingState:
         own = {key: state.pop(key) for key in ("histories", "moved")}
         torch.save(own, file)
         ranks = [file.getvalue()]
-        if dist.is_available() and (group := dist.group.WORLD) is not None:
+        if (group := dist.group.WORLD) is not None:
             meet([(group,)])
             ranks *= group.size()
             dist.all_gather_object(ranks, file.getvalue())

@@ -157,12 +157,10 @@ class WeightSync:
                 "the initial values are gone: init_masters() hands them out once, before the first "
                 "cast"
             )
-        masters = []
-        for weight, values in zip(self._weights, self._initial):
-            start, end = weight.shards.run(self.rank)
-            masters.append(values.detach().reshape(-1)[start:end].to(torch.float32, copy=True))
-        self._initial = None
-        return masters
+        initial, self._initial = self._initial, None
+        runs = [slice(*weight.shards.run(self.rank)) for weight in self._weights]
+        owned = [values.detach().reshape(-1)[run] for values, run in zip(initial, runs)]
+        return [values.to(torch.float32, copy=True) for values in owned]
 
     # A step #
 
@@ -236,10 +234,8 @@ class WeightSync:
         """End the step of every history of these weights' layers; a skipped one drops amaxes of
         activations and gradients."""
         states = {w.state for w in self._weights}
-        histories = {
-            id(h): h.to(self._device) for state in states for h in state.histories.values()
-        }
-        roll(histories.values(), skip)
+        histories = {h for state in states for h in state.histories.values()}
+        roll([history.to(self._device) for history in histories], skip)
 
     @torch.no_grad()
     def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
