@@ -593,6 +593,17 @@ class Placed(Experts):
             return super().forward(x, splits)
 
 
+class Thawed(Experts):
+    """Experts that a forward freezes, or trains again."""
+
+    is_frozen = True
+
+    def forward(self, x, splits):
+        self.is_frozen = not self.is_frozen
+        self.up.requires_grad_(not self.is_frozen)
+        return super().forward(x, splits)
+
+
 def begun_elsewhere(rank: int, world: int) -> None:
     mesh = init_device_mesh(DEVICE, (1, world), mesh_dim_names=("dp", "ep"))
 
@@ -605,7 +616,7 @@ def begun_elsewhere(rank: int, world: int) -> None:
     def steps(case: str, recipe: fq.Recipe) -> list[tuple]:
         STEP.step = 0  # random bits are of the step
         with torch.inference_mode(case == "inference tensors"):
-            kinds = {"adapter": Adapted, "merged": Merged, "placed": Placed}
+            kinds = {"adapter": Adapted, "merged": Merged, "placed": Placed, "thawed": Thawed}
             kinds["gathered recomputed"] = Recomputed
             net, results = spread(kinds.get(case, Experts)(recipe), mesh["ep"]), []
         if case.startswith("gathered"):
@@ -627,7 +638,11 @@ def begun_elsewhere(rank: int, world: int) -> None:
                 continue
             y = net(x, counts)
             y.backward(tokens_of(rank + 100, counts))
-            results += [y.detach(), x.grad, *(p.grad.to_local().clone() for p in trained)]
+            results += [
+                y.detach(),
+                x.grad,
+                *(p.grad.to_local().clone() for p in trained if p.grad is not None),
+            ]
             if case != "merged":  # a weight that nobody wrote has the version of a new one
                 optimizer.step()
             optimizer.zero_grad()
@@ -636,7 +651,7 @@ def begun_elsewhere(rank: int, world: int) -> None:
         return [t for t in results if t is not None]
 
     cases = "gathered each", "gathered infer", "gathered each infer", "gathered recomputed"
-    cases += "inference tensors", "adapter", "merged", "raises", "placed", "shared amaxes"
+    cases += "inference tensors", "adapter", "merged", "raises", "placed", "thawed", "shared amaxes"
     with hopper.emulated():
         for case in cases:
             recipes = (

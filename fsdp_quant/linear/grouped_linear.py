@@ -433,9 +433,9 @@ class GroupedLinear(HasWeight):
         return GroupedCall.combined(calls, states if holds else [], len(layers), self._tag)
 
     def _facts(self, plan: GemmPlan, x: Tensor) -> tuple:
-        weight, grad, offset = self.weight, torch.is_grad_enabled(), contexts().token_offset
-        written = id(weight), *(t.is_inference() or t._version for t in (weight, local_of(weight)))
-        return plan.key, offset, x.dtype, written, grad, grad and x.requires_grad
+        weight, grad, here = self.weight, torch.is_grad_enabled(), contexts().token_offset
+        state = id(weight), *(t.is_inference() or t._version for t in (weight, local_of(weight)))
+        return plan.key, here, x.dtype, state, weight.requires_grad, grad, grad and x.requires_grad
 
     def _begun(self, plan: GemmPlan | None, rows: Tensor) -> GroupedCall | None:
         """The call that `begin_ahead` began, if it is of that plan and those weights."""
