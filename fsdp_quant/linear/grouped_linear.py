@@ -141,9 +141,8 @@ class GroupedLinear(HasWeight):
         """
         if "bias" not in self._parameters:
             self.register_parameter("bias", None)
-        self.take_packed(recipes, name)
         self.packed = True
-        self.finish_experts(name)
+        self.take_packed(recipes, name)
         self.register_state_dict_post_hook(plain_in_state_dict)
 
     def take_packed(self, recipes: Sequence[Recipe], name: str) -> None:
@@ -170,6 +169,7 @@ class GroupedLinear(HasWeight):
             state.packed.append(part)
             self._linears.append(layer)
         self._take_parts()
+        self.finish_experts(name)
 
     def _take_parts(self) -> None:
         """Let the layers of a packed weight find it."""

@@ -38,15 +38,10 @@ class ExpertDispatch:
     """What `ExpertParallel` gave a module: dispatch before its forward, combine behind it."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        style: ExpertParallel,
-        group: dist.ProcessGroup,
-        experts: int,
-        name: str,
+        self, module: nn.Module, style: ExpertParallel, group: dist.ProcessGroup, experts: int
     ):
         self.module, self.style, self.group = module, style, group
-        self.experts, self.name = experts, name
+        self.experts, self.name = experts, name_of(module)
         self._under_way: list[tuple] = []
         self._travels: dict[tuple, tuple[list, Travel]] = {}  # with the layers that decide it
         module.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -233,7 +228,7 @@ class ExpertParallel(ParallelStyle):
             _check_experts(name, parameters, experts, device_mesh)
             for submodule in (*style.reads, *style.writes):
                 module.get_submodule(submodule)
-        dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts, name)
+        dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts)
         setattr(module, "expert_dispatch", dispatch)
         for child in module.modules():
             _cut(child, device_mesh)
@@ -264,7 +259,12 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
             cut = distribute_tensor(values_of(parameter).detach(), mesh, [Shard(0)])
             module._parameters[key] = nn.Parameter(cut, parameter.requires_grad)
     if isinstance(module, GroupedLinear):
+        before = module.first
         module.take_packed([layer.recipe for layer in module._linears], module._name)
+        for layer in module._linears:
+            layer.runtime.steps, layer.runtime.chosen = before.runtime.steps, before.runtime.chosen
+            for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "recomputes_forward"):
+                setattr(layer, option, getattr(before, option))
 
 
 def planned_dispatch(
