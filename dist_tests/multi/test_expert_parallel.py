@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -574,24 +575,58 @@ class Merged(Experts):
         return self.down(F.silu(self.gate(x, splits)) * up, splits)
 
 
+class Recomputed(Experts):
+    """Experts that a checkpoint within them runs again."""
+
+    def forward(self, x, splits):
+        def hidden(x):
+            return F.silu(self.gate(x, splits)) * self.up(x, splits)
+
+        return self.down(checkpoint(hidden, x, use_reentrant=False), splits)
+
+
+class Placed(Experts):
+    """Experts whose tokens have other places in the batch than the module's."""
+
+    def forward(self, x, splits):
+        with fq.token_offset(1000):
+            return super().forward(x, splits)
+
+
+class Thawed(Experts):
+    """Experts that a forward freezes, or trains again."""
+
+    is_frozen = True
+
+    def forward(self, x, splits):
+        self.is_frozen = not self.is_frozen
+        self.up.requires_grad_(not self.is_frozen)
+        return super().forward(x, splits)
+
+
 def begun_elsewhere(rank: int, world: int) -> None:
     mesh = init_device_mesh(DEVICE, (1, world), mesh_dim_names=("dp", "ep"))
 
     def gathered(net: Experts, each: bool) -> Experts:
         for module in (net.gate, net.up, net.down) if each else [net]:
-            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+            reshards = type(net) is Recomputed
+            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshards)
         return net
 
     def steps(case: str, recipe: fq.Recipe) -> list[tuple]:
+        STEP.step = 0  # random bits are of the step
         with torch.inference_mode(case == "inference tensors"):
-            kinds = {"adapter": Adapted, "merged": Merged}
+            kinds = {"adapter": Adapted, "merged": Merged, "placed": Placed, "thawed": Thawed}
+            kinds["gathered recomputed"] = Recomputed
             net, results = spread(kinds.get(case, Experts)(recipe), mesh["ep"]), []
         if case.startswith("gathered"):
             net = gathered(net, "each" in case)
+        if case == "shared amaxes":
+            fq.share_amaxes(net)
         infers, optimizer = "infer" in case, torch.optim.SGD(net.parameters(), lr=2**-20)
         trained, shown = [p for p in net.parameters() if p.requires_grad], []
         for i in range(5):
-            counts = COUNTS[0](rank)
+            counts = COUNTS[2 if case == "shared amaxes" else 0](rank)
             if case == "raises" and i == 2:
                 empty = COUNTS[2](rank)
                 with pytest.raises(ValueError, match="add up"):
@@ -603,7 +638,11 @@ def begun_elsewhere(rank: int, world: int) -> None:
                 continue
             y = net(x, counts)
             y.backward(tokens_of(rank + 100, counts))
-            results += [y.detach(), x.grad, *(p.grad.to_local().clone() for p in trained)]
+            results += [
+                y.detach(),
+                x.grad,
+                *(p.grad.to_local().clone() for p in trained if p.grad is not None),
+            ]
             if case != "merged":  # a weight that nobody wrote has the version of a new one
                 optimizer.step()
             optimizer.zero_grad()
@@ -611,10 +650,15 @@ def begun_elsewhere(rank: int, world: int) -> None:
         results += [torch.tensor(step - shown[0]) for step in shown]
         return [t for t in results if t is not None]
 
-    cases = "gathered each", "gathered infer", "gathered each infer", "inference tensors"
+    cases = "gathered each", "gathered infer", "gathered each infer", "gathered recomputed"
+    cases += "inference tensors", "adapter", "merged", "raises", "placed", "thawed", "shared amaxes"
     with hopper.emulated():
-        for case in (*cases, "adapter", "merged", "raises"):
-            for recipe in (fq.recipes.mxfp8(), fq.recipes.fp8_delayed()):
+        for case in cases:
+            recipes = (
+                fq.recipes.nvfp4() if case == "placed" else fq.recipes.mxfp8(),
+                fq.recipes.fp8_delayed(),
+            )
+            for recipe in recipes:
                 got = steps(case, recipe)
                 with mock.patch.object(fq.GroupedLinear, "begin_ahead", lambda self, x: None):
                     want = steps(case, recipe)
@@ -624,8 +668,10 @@ def begun_elsewhere(rank: int, world: int) -> None:
 
 @on_cpu
 def test_calls_that_begin_ahead_are_those_that_follow():
-    """If false, experts that FSDP2 gathers one by one do not train, nor infer inference tensors;
-    layers count no step of a pass, or one of a call that raised; or multiply another weight."""
+    """If false, experts that FSDP2 gathers one by one do not train, nor infer inference tensors,
+    nor are recomputed; layers count no step of a pass, or one of a call that raised; multiply
+    another weight, or draw random bits of other tokens; or ranks without tokens wait for ever for
+    shared amaxes."""
     run_ranks(2, begun_elsewhere)
 
 
@@ -654,6 +700,34 @@ def held_until_the_backward(rank: int, world: int) -> None:
                 held = [d for d, buffer in encoded if buffer() is not None]
                 assert held == [COLUMNWISE] * (3 if trains else 1), (trains, i, held)
                 y.sum().backward()
+
+
+def held_behind_the_backward(rank: int, world: int) -> None:
+    """A checkpoint stops to run the module again after its last saved tensor; a forward raises."""
+    net = spread(Experts(fq.recipes.mxfp8()), init_device_mesh(DEVICE, (world,)))
+    counts, results = COUNTS[0](rank), []
+
+    def shared() -> torch.Tensor:
+        results.append(2 * x)
+        references.append(weakref.ref(results[-1]))
+        return results.pop()
+
+    def block(x):
+        return torch.cat(net(x, counts, meanwhile=shared))
+
+    for raises in (False, True):
+        x, references = tokens_of(rank, counts).requires_grad_(), []
+        with mock.patch.object(net.down, "forward", None) if raises else contextlib.nullcontext():
+            with pytest.raises(TypeError) if raises else contextlib.nullcontext():
+                checkpoint(block, x, use_reentrant=False).sum().backward()
+        assert len(references) == 2 - raises
+        assert [r() is not None for r in references] == [False] * len(references), raises
+
+
+def test_a_module_keeps_nothing_of_a_forward_that_did_not_end():
+    """If false, what shared experts save lives from a recomputation to the next forward, as if no
+    checkpoint were there; or from a forward that ran out of memory."""
+    run_ranks(2, held_behind_the_backward)
 
 
 @on_cpu
@@ -782,6 +856,54 @@ def test_experts_shard_over_their_own_mesh(tmp_path):
     """Otherwise experts under FSDP2 get other gradients than one process computes, or checkpoints
     fit one layout of ranks."""
     run_ranks(4, two_meshes, str(tmp_path))
+
+
+class Plain(Experts):
+    """SwiGLU experts between dense layers, before `fq.convert`."""
+
+    def __init__(self):
+        super().__init__(fq.recipes.identity())
+        for key in ("gate", "up", "down"):
+            layer, weight = nn.Module(), getattr(self, key).state_dict()["weight"]
+            layer.weight = nn.Parameter(weight.clone())
+            setattr(self, key, layer)
+
+
+def converted_before(rank: int, world: int) -> None:
+    mesh, counts = init_device_mesh(DEVICE, (world,)), COUNTS[0](rank)
+    recipe, results = fq.recipes.nvfp4(), []
+    alone = fq.Linear(64, 64, recipe=recipe)
+    for _ in range(3):  # layers without a model are in another step
+        alone(torch.ones(2, 64)).sum().backward()
+    for converts_first in (True, False):
+        torch.manual_seed(2)
+        net = nn.ModuleList([nn.Linear(K, K, dtype=torch.bfloat16), Plain()])
+        net.forward = lambda x, net=net: net[1](net[0](x), counts)
+        if not converts_first:
+            spread(net[1], mesh)
+        fq.convert(net, recipe, grouped=["1.gate", "1.up", "1.down"])
+        if converts_first:
+            net[1].down.delay_wgrad_compute = True
+            spread(net[1], mesh)
+        net[1].down.delay_wgrad_compute |= not converts_first
+        for i in range(3):
+            x = tokens_of(rank + 10 * i, counts).requires_grad_()
+            y = net(x)
+            y.backward(tokens_of(rank + 100, counts))
+            assert net[1].down.weight.grad is None or i
+            fq.steps.backward_dw(net)
+            results += [y.detach(), x.grad]
+            assert STEP.step == i == fq.state_dict(net)["step"] - 1, (STEP.step, i)
+        results += [torch_compat.local_of(p.grad) for p in net.parameters()]
+    half = len(results) // 2
+    for i, (a, b) in enumerate(zip(results[:half], results[half:], strict=True)):
+        laws.assert_same_bytes(a, b, f"{i} of {half}")
+
+
+def test_experts_that_were_converted_before_are_as_those_converted_after():
+    """If false, experts leave the steps of their model, whose random bits change and are not those
+    of a resumed run; or options that were set before are lost."""
+    run_ranks(2, converted_before)
 
 
 # Refusals #

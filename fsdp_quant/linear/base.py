@@ -202,7 +202,7 @@ class BaseLinear(HasWeight, nn.Linear):
         if not torch_compat.backward_is_running():
             counts = plan.needs_steps or (runtime.steps is not None and runtime.steps.is_scheduled)
             records = counts and note_forward(self, (x, weight, bias))
-            self._note_recomputation(runtime.weight_state, grad)
+        self.note_recomputation()
         watched = plan.resolved(x.dtype, device).is_watched and STEP.is_probed
         guard = guard_of(runtime, device) if watched else None
         state, group = None, None
@@ -351,14 +351,14 @@ class BaseLinear(HasWeight, nn.Linear):
         kept = runtime.reads_rowwise
         return plan_of_recipe(recipe.key, runtime.name, arch, runtime.module_type, kept)
 
-    def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
+    def note_recomputation(self) -> None:
         """Record whether the backward runs this forward again. An evaluation says nothing of it."""
-        recomputes = self.recomputes_forward
-        if recomputes is None and grad:
+        recomputes, owner = self.recomputes_forward, self.runtime.weight_state
+        if recomputes is None and torch.is_grad_enabled():
             recomputes = torch_compat.checkpoint_hook() is not None
         elif recomputes is None and torch_compat.running_function() is not None:
             recomputes = True  # reentrant checkpointing runs the first forward
-        if recomputes is not None:
+        if not (recomputes is None or torch_compat.backward_is_running()):
             (owner.recomputed.add if recomputes else owner.recomputed.discard)(owner.name)
 
     def _check_domains(

@@ -35,6 +35,7 @@ from .grouped_autograd import run_experts, with_values
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
 from .linear import EXPERT, Expert, Linear, ListedExpert
+from .passes import LOOSE, SCHEDULED, SHARED
 from .plan import PRODUCTS, GemmPlan, ladder_of
 from .routes import ALONE, Around, Routes, combine, dispatch, tokens_of
 from .runtime import NO_HISTORIES
@@ -140,9 +141,8 @@ class GroupedLinear(HasWeight):
         """
         if "bias" not in self._parameters:
             self.register_parameter("bias", None)
-        self.take_packed(recipes, name)
         self.packed = True
-        self.finish_experts(name)
+        self.take_packed(recipes, name)
         self.register_state_dict_post_hook(plain_in_state_dict)
 
     def take_packed(self, recipes: Sequence[Recipe], name: str) -> None:
@@ -169,6 +169,7 @@ class GroupedLinear(HasWeight):
             state.packed.append(part)
             self._linears.append(layer)
         self._take_parts()
+        self.finish_experts(name)
 
     def _take_parts(self) -> None:
         """Let the layers of a packed weight find it."""
@@ -299,6 +300,7 @@ class GroupedLinear(HasWeight):
             held = [operand, *(self._operand(owner) for owner in self.owners[1:])]
             weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
             call = begun or self._call(plan, rows, held)
+            first.note_recomputation()  # begun outside of the checkpoint that recomputes this
             if not isinstance(sizes, Tensor):
                 sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
             ends = sizes if sizes.dtype in (torch.int32, torch.int64) else sizes.int()
@@ -431,9 +433,9 @@ class GroupedLinear(HasWeight):
         return GroupedCall.combined(calls, states if holds else [], len(layers), self._tag)
 
     def _facts(self, plan: GemmPlan, x: Tensor) -> tuple:
-        weight, grad = self.weight, torch.is_grad_enabled()
-        versions = [t.is_inference() or t._version for t in (weight, local_of(weight))]
-        return plan.key, x.dtype, id(weight), versions, grad, grad and x.requires_grad
+        weight, grad, here = self.weight, torch.is_grad_enabled(), contexts().token_offset
+        state = id(weight), *(t.is_inference() or t._version for t in (weight, local_of(weight)))
+        return plan.key, here, x.dtype, state, weight.requires_grad, grad, grad and x.requires_grad
 
     def _begun(self, plan: GemmPlan | None, rows: Tensor) -> GroupedCall | None:
         """The call that `begin_ahead` began, if it is of that plan and those weights."""
@@ -448,7 +450,9 @@ class GroupedLinear(HasWeight):
         for it, if the last was a product for all, FSDP2 gathers no weight for it, and a gradient of
         x tells that a later layer's rows have one."""
         (plan, _), is_known = self._plan_of_one(x), x.requires_grad or not torch.is_grad_enabled()
-        may = self._ahead == () and self.packed and not isinstance(self, FSDPModule)
+        steps = self.first.runtime.steps or LOOSE.steps  # ranks without tokens begin it later
+        leads = (SHARED or SCHEDULED) and not (steps.inside or steps.has_root)
+        may = self._ahead == () and self.packed and not (leads or isinstance(self, FSDPModule))
         self._begun(None, x)  # of a forward that raised
         if plan is None or not (may and is_known) or isinstance((held := self.held)[0], DTensor):
             return
@@ -493,10 +497,9 @@ class GroupedLinear(HasWeight):
 
     def prepare(self) -> None:
         """Allocate what graphs are given, after plans or the device changed."""
-        device = next(self.parameters()).device
         self._choose_for_graphs()
         for layer in self._linears if self.packed else ():
-            layer.runtime.graphs.prepare(layer.runtime, device)
+            layer.runtime.graphs.prepare(layer.runtime, next(self.parameters()).device)
 
     def _choose_for_graphs(self) -> None:
         """Set what decides a graph, since a trace computes no properties of plans."""

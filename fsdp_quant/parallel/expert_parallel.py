@@ -38,19 +38,14 @@ class ExpertDispatch:
     """What `ExpertParallel` gave a module: dispatch before its forward, combine behind it."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        style: ExpertParallel,
-        group: dist.ProcessGroup,
-        experts: int,
-        name: str,
+        self, module: nn.Module, style: ExpertParallel, group: dist.ProcessGroup, experts: int
     ):
         self.module, self.style, self.group = module, style, group
-        self.experts, self.name = experts, name
+        self.experts, self.name = experts, name_of(module)
         self._under_way: list[tuple] = []
         self._travels: dict[tuple, tuple[list, Travel]] = {}  # with the layers that decide it
         module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.behind)
+        module.register_forward_hook(self.behind, always_call=True)
 
     def converted(self, slot: str) -> list[GroupedLinear]:
         layers = [self.module.get_submodule(n) for n in self.style.names(slot)]
@@ -113,37 +108,34 @@ class ExpertDispatch:
         if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
             x = x.to(dtype)
         tokens, gradients = self.travel("input", x.dtype), self.travel("grad_output", x.dtype)
-        rows, travels = as_rows(x), f"{tokens}, {gradients}"
-        options = travels, self.experts, self.name, routes
+        rows, options = as_rows(x), (f"{tokens}, {gradients}", self.experts, self.name, routes)
         route = route_tokens(splits, rows, self.group, *options)
-        layers = dict.fromkeys([*self.converted("input"), *self.converted("grad_output")])
-        grad = torch.is_grad_enabled()
 
+        @torch.set_grad_enabled(torch.is_grad_enabled())
         def begin_ahead() -> None:  # within an autograd function, where gradients are off
-            with torch.set_grad_enabled(grad):
-                for layer in layers:
-                    layer.begin_ahead(rows)
+            for layer in dict.fromkeys([*self.converted("input"), *self.converted("grad_output")]):
+                layer.begin_ahead(rows)
 
         route.meanwhile = begin_ahead
         sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)
         summed = () if weights is None else (*routes[1:], weights)
         shape = (sum(route.rows.sent),) if routes and not summed else x.shape[:-1]
         results = (result,) * (meanwhile is not None)
-        self._under_way.append((route, gradients, shape, summed, results))
+        self._under_way = [(route, gradients, shape, summed, results)]
         sizes = route.splits
         if isinstance(splits, Tensor):
             if splits.device == rows.device:
                 sizes = route.ends.to(splits)
             else:
                 sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0).to(splits)
-        named = {key: value for key, value in kwargs.items() if key not in OWN_ARGUMENTS}
-        return (sent, sizes, *others), named
+        return (sent, sizes, *others), {k: v for k, v in kwargs.items() if k not in OWN_ARGUMENTS}
 
     @torch_compat.never_compiled
-    def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor | tuple:
+    def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor | tuple | None:
         """Results of this rank's tokens, of those of own experts."""
+        if y is None:  # the forward raised, or a checkpoint needs no more of it
+            return self._under_way.clear()
         route, gradients, shape, summed, results = self._under_way.pop()
-        self._under_way.clear()  # of forwards that raised
         if y.shape[0] != sum(route.rows.received) or y.dim() != 2:
             raise ValueError(
                 f"{self.name}: its forward gave {list(y.shape)}; wanted a row for each of "
@@ -236,7 +228,7 @@ class ExpertParallel(ParallelStyle):
             _check_experts(name, parameters, experts, device_mesh)
             for submodule in (*style.reads, *style.writes):
                 module.get_submodule(submodule)
-        dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts, name)
+        dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts)
         setattr(module, "expert_dispatch", dispatch)
         for child in module.modules():
             _cut(child, device_mesh)
@@ -267,7 +259,12 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
             cut = distribute_tensor(values_of(parameter).detach(), mesh, [Shard(0)])
             module._parameters[key] = nn.Parameter(cut, parameter.requires_grad)
     if isinstance(module, GroupedLinear):
+        before = module.first
         module.take_packed([layer.recipe for layer in module._linears], module._name)
+        for layer in module._linears:
+            layer.runtime.steps, layer.runtime.chosen = before.runtime.steps, before.runtime.chosen
+            for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute", "recomputes_forward"):
+                setattr(layer, option, getattr(before, option))
 
 
 def planned_dispatch(
