@@ -181,9 +181,11 @@ def divide(a: float, b: Tensor) -> Tensor:
 
 def fp32_encode_scale(amax: Tensor, fmt: Format, eps: float = 0.0) -> Tensor:
     """Encode scales: max /rn amax, at most FLT_MAX; 1 where amax is 0 or not finite."""
-    amax = torch.where(amax < eps, eps, amax)
-    encode_scale = divide(fmt.element.max, amax).clamp(max=FLT_MAX)
-    encode_scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, encode_scale)
+    amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
+    encode_scale = torch.where(
+        (amax == 0) | ~amax.isfinite(), torch.ones_like(amax), divide(fmt.element.max, amax)
+    )
+    encode_scale = encode_scale.clamp(max=FLT_MAX)
     return _power_of_two_below(encode_scale) if fmt.pow2 else encode_scale
 
 
@@ -232,15 +234,18 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def tensor_encode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
     """S of a two-level format: 2688 (fp8_exact: 2304) /rn tensor_amax; 1 where it is 0 or not
     finite; FLT_MAX at most."""
-    factor = divide(fmt.largest_scaled, tensor_amax).clamp(max=FLT_MAX)
-    return torch.where((tensor_amax == 0) | ~tensor_amax.isfinite(), 1.0, factor)
+    ones = torch.ones_like(tensor_amax)
+    factor = divide(fmt.largest_scaled, tensor_amax)
+    return torch.where(
+        (tensor_amax == 0) | ~tensor_amax.isfinite(), ones, factor.clamp(max=FLT_MAX)
+    )
 
 
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
     """D = 1 /rn S, NaN where the tensor's amax is not finite: an overflow decodes to NaN, never to
     a number."""
     scale = divide(1.0, tensor_encode_scale(tensor_amax, fmt))
-    return torch.where(tensor_amax.isfinite(), scale, math.nan)
+    return torch.where(tensor_amax.isfinite(), scale, torch.full_like(scale, math.nan))
 
 
 def _exact_target(target: Tensor, round_up: bool) -> Tensor:
@@ -296,7 +301,9 @@ def scales(
         if encode_scale is None
         else encode_scale.expand_as(amax)
     )
-    return torch.where(amax.isfinite(), divide(1.0, factor), math.nan), factor
+    return torch.where(
+        amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan)
+    ), factor
 
 
 # A difference of scaled values is measured in units of 2^-20, so that errors of a block add up to
