@@ -890,7 +890,8 @@ def converted_before(rank: int, world: int) -> None:
             x = tokens_of(rank + 10 * i, counts).requires_grad_()
             y = net(x)
             y.backward(tokens_of(rank + 100, counts))
-            assert net[1].down.weight.grad is None or i
+            grad = net[1].down.weight.grad
+            assert i or grad is None or not grad.to_local().any()  # torch 2.11: zeros
             fq.steps.backward_dw(net)
             results += [y.detach(), x.grad]
             assert STEP.step == i == fq.state_dict(net)["step"] - 1, (STEP.step, i)
