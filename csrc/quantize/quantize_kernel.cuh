@@ -17,9 +17,9 @@
 // Rare cases (NaN, inf, amaxes outside the easy range) are tested once per thread's eight scales. Maxima of whole rows and
 // columns go to memory one line per thread; eight lines per lane took half of the time. A kernel that selects one of two
 // copies of its buffers by index keeps both in local memory (statistics of tokens ran at a third of the read rate): select
-// fields, not copies. A block asks L2 for the values of a later one: 64 matrices of 4096 x 2048 and their tokens 7 to 8 % faster,
-// one matrix of 8192 x 8192 at most 2 %. That is half as many blocks ahead as run; as many gain 5 to 6 %, twice as many lose 16 to
-// 19 %. Rejected: that for statistics, which read at the copy rate, for gradients of SwiGLU and for 4-bit tokens; persistent blocks
+// fields, not copies. A block asks L2 for the values of a later one: 64 matrices of 4096 x 2048 and their tokens 7 to 8 % faster
+// with half as many blocks ahead as run; with as many 5 to 6 % (one matrix of 8192 x 8192 at most 2 %), twice as many 16 to 19 %
+// slower. Rejected: that for statistics, which read at the copy rate, for gradients of SwiGLU and for 4-bit tokens; persistent blocks
 // that prefetch the next tile (5 to 20 % slower everywhere); three blocks instead of two, four instead of three, where that spills
 // more than it hides.
 #pragma once
