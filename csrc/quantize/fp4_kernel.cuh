@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm<R>) quantize_fp4_ker
     select_group<false>(row_buffers, row, source.z), select_group<true>(col_buffers, col, source.z);
   }
   load_values<Tokens>(t, launch.input, row_tile, Tokens ? row_buffers.lines : t.rows, smem);
-  if constexpr (Square && !Tokens) prefetch_tile<LoadBF16>(launch, launch.reversed ? n - kAhead : n + kAhead);
+  if constexpr (Square && !Tokens) prefetch_later<LoadBF16>(launch, n);
   fill_factors(launch.spec, row_buffers, col_buffers, smem.factors);
   if constexpr (R == Fp4Mode::kExtended) fill_lines(launch.spec, row_buffers, col_buffers, row_tile, smem);
   if (threadIdx.x < 2 && launch.spec[threadIdx.x].present()) {

@@ -122,10 +122,11 @@ __device__ __forceinline__ void process_direction(bool statistics, const Registe
 // Tiles between a block's own and the one that it asks L2 for: half as many as an H100 runs blocks of three a processor.
 constexpr int32_t kAhead = 198;
 
-// Ask L2 for the values of tile n, of a block that runs later: two threads a row, 64 values each.
+// Ask L2 for the values of a block that runs `kAhead` tiles behind that of tile `own`: two threads a row, 64 values each.
 template <class In, int Capacity>
-__device__ __forceinline__ void prefetch_tile(const Launch<Capacity>& launch, int32_t n) {
+__device__ __forceinline__ void prefetch_later(const Launch<Capacity>& launch, int32_t own) {
   constexpr bool kTokens = std::is_base_of_v<LoadTokens, In>, kGated = kIsGated<In> || std::is_same_v<In, LoadSwiGLU>;
+  const int32_t n = launch.reversed ? own - kAhead : own + kAhead;
   if (n < 0 || n >= launch.tiles || (kTokens && launch.order != nullptr)) return;
   const TensorArgs& t = launch.tensors[Capacity > 1 ? index_of_tile(launch, n) : 0];
   const Tile tile = tile_of(t, n - t.first_tile);
@@ -174,8 +175,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   }
   RegisterTile<typename In::Value> p;
   load_values<In>(p, launch, which, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
-  if constexpr (!LaunchOf<In, 1>::kLoads && (Row::kTakes8 || Col::kTakes8))
-    prefetch_tile<In, Capacity>(launch, launch.reversed ? n - kAhead : n + kAhead);
+  if constexpr (!LaunchOf<In, 1>::kLoads && (Row::kTakes8 || Col::kTakes8)) prefetch_later<In, Capacity>(launch, n);
   if constexpr (std::is_same_v<In, LoadBF16> && Capacity == 1) {
     if (launch.sums != nullptr) sum_columns(p, launch.sums, t, tile, smem, at);
   }
