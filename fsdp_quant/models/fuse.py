@@ -416,14 +416,15 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
         if torch_compat.dispatch_is_watched():
             if recomputes and x is not None:
                 return recomputed(functools.partial(cls.forward, self), x)
-        elif changed(self) is None:
-            if isinstance(pattern, InputPattern):
-                with pattern.shared(self):
-                    return cls.forward(self, *args, **kwargs)
-            proof = _proof_of(self).outcome
-            if x is not None and not x.is_nested and pattern.is_supported(self, x, proof):
-                return pattern.run(self, x)
-        return cls.forward(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs)
+        if changed(self) is not None:
+            return cls.forward(self, *args, **kwargs)
+        if isinstance(pattern, InputPattern):
+            with pattern.shared(self):
+                return cls.forward(self, *args, **kwargs)
+        if x is None or x.is_nested or not pattern.is_supported(self, x, _proof_of(self).outcome):
+            return cls.forward(self, *args, **kwargs)
+        return pattern.run(self, x)
 
     def reduce(self, protocol):
         _, _, *state = cls.__reduce_ex__(self, protocol)
