@@ -300,7 +300,6 @@ class GroupedLinear(HasWeight):
             held = [operand, *(self._operand(owner) for owner in self.owners[1:])]
             weights, biases = [w for w, _ in held], [b for _, b in held if b is not None]
             call = begun or self._call(plan, rows, held)
-            first.note_recomputation()  # begun outside of the checkpoint that recomputes this
             if not isinstance(sizes, Tensor):
                 sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
             ends = sizes if sizes.dtype in (torch.int32, torch.int64) else sizes.int()
@@ -433,17 +432,23 @@ class GroupedLinear(HasWeight):
         return GroupedCall.combined(calls, states if holds else [], len(layers), self._tag)
 
     def _facts(self, plan: GemmPlan, x: Tensor) -> tuple:
-        weight, grad, here = self.weight, torch.is_grad_enabled(), contexts().token_offset
-        state = id(weight), *(t.is_inference() or t._version for t in (weight, local_of(weight)))
-        return plan.key, here, x.dtype, state, weight.requires_grad, grad, grad and x.requires_grad
+        weight, grad = self.weight, torch.is_grad_enabled()
+        versions = [t.is_inference() or t._version for t in (weight, local_of(weight))]
+        of_weight = id(weight), versions, weight.requires_grad
+        offset = contexts().token_offset
+        return plan.key, offset, x.dtype, of_weight, grad, grad and x.requires_grad
 
     def _begun(self, plan: GemmPlan | None, rows: Tensor) -> GroupedCall | None:
         """The call that `begin_ahead` began, if it is of that plan and those weights."""
         (facts, call), self._ahead = self._ahead or (None, None), None
-        if facts is None or (plan is not None and facts == self._facts(plan, rows)):
+        if facts is None:
+            return None
+        if plan is not None and facts == self._facts(plan, rows):
+            self.first.note_recomputation()  # begun outside of the checkpoint that recomputes this
             return call
         for layer in self._linears:
             layer.runtime.ran_in = None  # the pass that it began is this one
+        return None
 
     def begin_ahead(self, x: Tensor) -> None:
         """Do the host's work of the next call, of other rows like x, and quantize a packed weight
@@ -497,9 +502,10 @@ class GroupedLinear(HasWeight):
 
     def prepare(self) -> None:
         """Allocate what graphs are given, after plans or the device changed."""
+        device = next(self.parameters()).device
         self._choose_for_graphs()
         for layer in self._linears if self.packed else ():
-            layer.runtime.graphs.prepare(layer.runtime, next(self.parameters()).device)
+            layer.runtime.graphs.prepare(layer.runtime, device)
 
     def _choose_for_graphs(self) -> None:
         """Set what decides a graph, since a trace computes no properties of plans."""

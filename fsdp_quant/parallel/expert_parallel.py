@@ -22,6 +22,7 @@ from ..linear.linear import EXPERT
 from ..linear.plan import build_plan
 from ..linear.routes import combine
 from ..models.steps import name_of
+from ..ops.reference import known
 from ..quantizer import as_rows
 from ..tensor import torch_compat
 from ..tensor.agreement import raises_on_all_ranks, recipe_text, weight_text
@@ -42,7 +43,7 @@ class ExpertDispatch:
     ):
         self.module, self.style, self.group = module, style, group
         self.experts, self.name = experts, name_of(module)
-        self._under_way: list[tuple] = []
+        self._under_way: tuple | None = None
         self._travels: dict[tuple, tuple[list, Travel]] = {}  # with the layers that decide it
         module.register_forward_pre_hook(self.before, with_kwargs=True)
         module.register_forward_hook(self.behind, always_call=True)
@@ -121,7 +122,7 @@ class ExpertDispatch:
         summed = () if weights is None else (*routes[1:], weights)
         shape = (sum(route.rows.sent),) if routes and not summed else x.shape[:-1]
         results = (result,) * (meanwhile is not None)
-        self._under_way = [(route, gradients, shape, summed, results)]
+        self._under_way = route, gradients, shape, summed, results
         sizes = route.splits
         if isinstance(splits, Tensor):
             if splits.device == rows.device:
@@ -133,9 +134,10 @@ class ExpertDispatch:
     @torch_compat.never_compiled
     def behind(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor | tuple | None:
         """Results of this rank's tokens, of those of own experts."""
+        under_way, self._under_way = self._under_way, None
         if y is None:  # the forward raised, or a checkpoint needs no more of it
-            return self._under_way.clear()
-        route, gradients, shape, summed, results = self._under_way.pop()
+            return None
+        route, gradients, shape, summed, results = known(under_way, "a dispatch of this forward")
         if y.shape[0] != sum(route.rows.received) or y.dim() != 2:
             raise ValueError(
                 f"{self.name}: its forward gave {list(y.shape)}; wanted a row for each of "
@@ -148,7 +150,7 @@ class ExpertDispatch:
 
     def __deepcopy__(self, memo) -> ExpertDispatch:
         copied = memo[id(self)] = copy.copy(self)  # of the same ranks
-        copied.module, copied._under_way = copy.deepcopy(self.module, memo), []
+        copied.module, copied._under_way = copy.deepcopy(self.module, memo), None
         copied._travels = {}
         return copied
 
