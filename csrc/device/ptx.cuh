@@ -122,6 +122,17 @@ __device__ __forceinline__ uint4 ld_streaming(const void* p) {
   return v;
 }
 
+// Of values that are read again soon: L2 gives up others first.
+__device__ __forceinline__ uint4 ld_again(const void* p) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "l"(policy));
+  return v;
+}
+
 __device__ __forceinline__ void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 
 // Copy 16 bytes from global to shared memory asynchronously, bypassing L1.

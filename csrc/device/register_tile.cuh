@@ -214,7 +214,7 @@ __device__ __forceinline__ void load_ordered_rows(
     raw[i] = make_uint4(0, 0, 0, 0);
     if (i >= rows || col0 >= t.cols) continue;
     const int64_t at = static_cast<int32_t>(__ldg(order + i)) * t.row_stride + col0;
-    raw[i] = ptx::ld_streaming(static_cast<const char*>(t.x) + 2 * at);
+    raw[i] = ptx::ld_again(static_cast<const char*>(t.x) + 2 * at);
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -231,6 +231,13 @@ __device__ __forceinline__ void load_register_tile(
   } else {
     load_rows<In, false>(p, t, row0, col0, t.rows);
   }
+}
+
+// Streams: what L2 gives up first.
+template <bool Streams, class T>
+__device__ __forceinline__ void store_vector(void* at, const T& v) {
+  if constexpr (Streams) __stcs(static_cast<T*>(at), v);
+  else *static_cast<T*>(at) = v;
 }
 
 // Store the first `bytes` bytes of two words one by one: rows that are unaligned or end early.
@@ -287,7 +294,7 @@ __device__ __forceinline__ void stage_transposed(uint2 (&v)[8], uint4* smem, con
 
 // Store a tile of transposed codes from shared memory to [cols, line bytes]: each column is 128 (64) contiguous bytes. A
 // column in smem is 16 chunks of 8 (4) bytes; chunk q is stored at q ^ (column / 8).
-template <bool FourBit>
+template <bool FourBit, bool Streams = false>
 __device__ __forceinline__ void flush_transposed(
     uint8_t* out, bool vector_store, int32_t row0, int32_t col0, int32_t rows, int32_t cols, const uint4* smem) {
   constexpr int kUnits = FourBit ? 4 : 8;
@@ -308,7 +315,7 @@ __device__ __forceinline__ void flush_transposed(
     const int32_t offset = start + unit * 16;
     uint8_t* address = out + static_cast<int64_t>(col0 + column) * line_bytes + offset;
     if (vector_store && offset + 16 <= line_bytes) {
-      *reinterpret_cast<uint4*>(address) = v;
+      store_vector<Streams>(address, v);
     } else {
       store_bytes(address, v.x, v.y, line_bytes - offset);
       store_bytes(address + 8, v.z, v.w, line_bytes - offset - 8);

@@ -72,6 +72,9 @@ struct RandomLines {
   }
 };
 
+// Buffers whose codes leave L2 first: rows that are read several times stay.
+struct StreamedBuffers : EncodingBuffers {};
+
 // Buffers of a tensor piece, cut at any element: see pieces_kernel.cuh.
 template <class Buffers>
 constexpr bool kIsPiece = std::is_base_of_v<PieceBuffers, Buffers>;
@@ -243,7 +246,10 @@ __device__ __forceinline__ void emit_codes(
       store_piece<kFourBit>(v, b, row, col, cols_end);
     } else if (b.vector_store && row >= 0 && row + 8 <= rows_end && col + 8 <= cols_end) {
 #pragma unroll
-      for (int k = 0; k < 8; ++k, address += row_bytes) store(address, v[k]);
+      for (int k = 0; k < 8; ++k, address += row_bytes) {
+        if constexpr (std::is_same_v<Buffers, StreamedBuffers>) store_vector<true>(address, v[k]);
+        else store(address, v[k]);
+      }
     } else {
 #pragma unroll
       for (int k = 0; k < 8; ++k, address += row_bytes) {

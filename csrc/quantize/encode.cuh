@@ -293,8 +293,8 @@ __device__ __forceinline__ void encode(
 }
 
 // Encode both directions with one factor from a history, and compute the amax of every warp.
-template <class V>
-__device__ __forceinline__ void encode_delayed(const RegisterTile<V>& p, const EncodingSpec& s, const EncodingBuffers& b,
+template <class V, class Buffers>
+__device__ __forceinline__ void encode_delayed(const RegisterTile<V>& p, const EncodingSpec& s, const Buffers& b,
                                                const Tile& tile, Smem& smem, const Position& at) {
   if (!b.amax_given) {
     Maxima<V> m = col_maxima(p);

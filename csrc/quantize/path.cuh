@@ -84,8 +84,9 @@ constexpr bool kIsGated = false;
 template <Activation A>
 constexpr bool kIsGated<LoadGated<A>> = true;
 
-// bf16 rows gathered by the launch's `sources`, and by `order` if there is one: experts that share a token find it in L2.
+// bf16 rows gathered by the launch's `sources`; LoadOrdered: and by its `order`. Experts that share a token find it in L2.
 struct LoadTokens : LoadBF16 {};
+struct LoadOrdered : LoadTokens {};
 
 // SwiGLU of grouped tokens, silu(g) * u of x and `up`, times `row_weights`, rounded as the separate operations: bf16, columns in
 // eights, 16-byte aligned rows.
@@ -151,8 +152,9 @@ __device__ __forceinline__ void load_values(
   if constexpr (LaunchOf<In, 1>::kLoads) {
     In::load(p, launch, which, row0, col0);
   } else if constexpr (std::is_same_v<In, LoadTokens>) {
-    if (launch.order != nullptr) load_ordered_rows<In>(p, t, launch.order + row0, col0, rows - row0);
-    else load_rows<In, true>(p, t, row0, col0, rows);
+    load_rows<In, true>(p, t, row0, col0, rows);
+  } else if constexpr (std::is_same_v<In, LoadOrdered>) {
+    load_ordered_rows<In>(p, t, launch.order + row0, col0, rows - row0);
   } else if constexpr (kIsGated<In> || std::is_base_of_v<LoadTokens, In>) {
     const auto* x = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride;
     const auto* up = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride;

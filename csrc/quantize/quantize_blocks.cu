@@ -11,8 +11,8 @@ template <class P>
 cudaError_t launch_sides(const Launch<1>& launch, cudaStream_t stream) {
   if constexpr (!std::is_same_v<P, Plain8x32> && !P::kOfCodes) {
     if (launch.sources != nullptr)
-      return launch.spec[0].present() ? launch_instance<LoadTokens, P, P, 1, 3>(launch, stream)
-                                      : launch_instance<LoadTokens, Absent, P, 1, 3>(launch, stream);
+      return launch.spec[0].present() ? launch_tokens<P, P>(launch, stream)
+                                      : launch_tokens<Absent, P>(launch, stream);
   }
   if (!launch.spec[1].present()) return launch_instance<LoadBF16, P, Absent, 1, 4>(launch, stream);
   if (!launch.spec[0].present()) return launch_instance<LoadBF16, Absent, P, 1, 3>(launch, stream);
@@ -27,8 +27,8 @@ cudaError_t launch_blocks(const Launch<1>& launch, cudaStream_t stream) {
 
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream) {
   if (launch.in_tile && launch.of_codes)  // token groups: rows by runs, columns by tiles
-    return launch.spec[0].present() ? launch_instance<LoadTokens, AnchoredInTile8, OfCodesInTile8, 1, 3>(launch, stream)
-                                    : launch_instance<LoadTokens, Absent, OfCodesInTile8, 1, 3>(launch, stream);
+    return launch.spec[0].present() ? launch_tokens<AnchoredInTile8, OfCodesInTile8>(launch, stream)
+                                    : launch_tokens<Absent, OfCodesInTile8>(launch, stream);
   if (launch.in_tile) return launch_sides<AnchoredInTile8>(launch, stream);
   return launch.of_codes ? launch_sides<OfCodes8>(launch, stream) : launch_sides<Anchored8>(launch, stream);
 }

@@ -83,7 +83,7 @@ cudaError_t launch_delayed_scales(const DelayedGroups& groups, cudaStream_t stre
 }
 
 cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream) {
-  if (launch.sources != nullptr) return launch_instance<LoadTokens, Delayed8, Absent, 1, 3>(launch, stream);
+  if (launch.sources != nullptr) return launch_tokens<Delayed8, Absent>(launch, stream);
   return launch_instance<LoadBF16, Delayed8, Absent, 1, 3>(launch, stream);
 }
 

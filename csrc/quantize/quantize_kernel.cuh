@@ -19,9 +19,10 @@
 // copies of its buffers by index keeps both in local memory (statistics of tokens ran at a third of the read rate): select
 // fields, not copies. A block asks L2 for the values of a later one: 64 matrices of 4096 x 2048 and their tokens 7 to 8 % faster
 // with half as many blocks ahead as run; with as many 5 to 6 % (one matrix of 8192 x 8192 at most 2 %), twice as many 16 to 19 %
-// slower. Rejected: that for statistics, which read at the copy rate, for gradients of SwiGLU and for 4-bit tokens; persistent blocks
-// that prefetch the next tile (5 to 20 % slower everywhere); three blocks instead of two, four instead of three, where that spills
-// more than it hides.
+// slower. Rows that are read for several experts stay in L2 where their codes are stored to leave it first: 131,072 rows x 2048
+// of 16,384 in 296 us instead of 331. Rejected: asking L2 ahead for those (3 % slower), for statistics, which read at the copy
+// rate, for gradients of SwiGLU and for 4-bit tokens; persistent blocks that prefetch the next tile (5 to 20 % slower everywhere);
+// three blocks instead of two, four instead of three, where that spills more than it hides.
 #pragma once
 
 #include "quantize/encode.cuh"
@@ -88,10 +89,9 @@ __device__ __forceinline__ bool needs_no_statistics(const EncodingSpec& s, const
 }
 
 // Compute statistics or codes of one direction; rotates if needed.
-template <bool Columnwise, class P, class V>
+template <bool Columnwise, class P, class V, class Buffers>
 __device__ __forceinline__ void process_direction(bool statistics, const RegisterTile<V>& p, const EncodingSpec& s,
-                                                  const EncodingBuffers& b, const Tile& tile,
-                                                  const EncodingSpec* transposed_spec,
+                                                  const Buffers& b, const Tile& tile, const EncodingSpec* transposed_spec,
                                                   const EncodingBuffers* transposed_buffers, Smem& smem, const Position& at) {
   if constexpr (P::kWork == Work::kAbsent) {
     return;
@@ -127,7 +127,7 @@ template <class In, int Capacity>
 __device__ __forceinline__ void prefetch_later(const Launch<Capacity>& launch, int32_t own) {
   constexpr bool kTokens = std::is_base_of_v<LoadTokens, In>, kGated = kIsGated<In> || std::is_same_v<In, LoadSwiGLU>;
   const int32_t n = launch.reversed ? own - kAhead : own + kAhead;
-  if (n < 0 || n >= launch.tiles || (kTokens && launch.order != nullptr)) return;
+  if (n < 0 || n >= launch.tiles) return;
   const TensorArgs& t = launch.tensors[Capacity > 1 ? index_of_tile(launch, n) : 0];
   const Tile tile = tile_of(t, n - t.first_tile);
   int32_t first = tile.row0, rows = t.rows;
@@ -155,11 +155,12 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   const int32_t n = launch.reversed ? launch.tiles - 1 - static_cast<int32_t>(blockIdx.x) : blockIdx.x;
   const int which = Capacity > 1 ? index_of_tile(launch, n) : 0;
   const TensorArgs& t = launch.tensors[which];
-  constexpr bool kTokens = std::is_base_of_v<LoadTokens, In>;
-  Tile tile = tile_of(t, n - t.first_tile, kTokens && launch.order != nullptr && t.tile_rows > 1);
+  constexpr bool kTokens = std::is_base_of_v<LoadTokens, In>, kOrdered = std::is_same_v<In, LoadOrdered>;
+  Tile tile = tile_of(t, n - t.first_tile, kOrdered && t.tile_rows > 1);
   Tile row_tile = tile;  // rowwise direction: rows of x
-  using Buffers = std::conditional_t<kTokens, EncodingBuffers, const EncodingBuffers&>;
-  Buffers row_buffers = t.buffers[0], col_buffers = t.buffers[1];
+  using Buffers = std::conditional_t<kOrdered, StreamedBuffers,
+                                     std::conditional_t<kTokens, EncodingBuffers, const EncodingBuffers&>>;
+  Buffers row_buffers{t.buffers[0]}, col_buffers{t.buffers[1]};
   if constexpr (kTokens) {
     const int4 source =
         reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows, group, first padded row
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   }
   RegisterTile<typename In::Value> p;
   load_values<In>(p, launch, which, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
-  if constexpr (!LaunchOf<In, 1>::kLoads && (Row::kTakes8 || Col::kTakes8)) prefetch_later<In, Capacity>(launch, n);
+  if constexpr (!kOrdered && !LaunchOf<In, 1>::kLoads && (Row::kTakes8 || Col::kTakes8)) prefetch_later<In, Capacity>(launch, n);
   if constexpr (std::is_same_v<In, LoadBF16> && Capacity == 1) {
     if (launch.sums != nullptr) sum_columns(p, launch.sums, t, tile, smem, at);
   }
@@ -213,8 +214,8 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     }
     if constexpr (Second::kEncodes) {
       if (col.present() && col.transposed)
-        flush_transposed<Second::kTakes4>(t.buffers[1].data, t.buffers[1].vector_store, tile.row0, tile.col0,
-                                          t.buffers[1].length, t.cols, smem.codes);
+        flush_transposed<Second::kTakes4, kOrdered>(t.buffers[1].data, t.buffers[1].vector_store, tile.row0,
+                                                    tile.col0, t.buffers[1].length, t.cols, smem.codes);
     }
   }
 }
@@ -232,6 +233,13 @@ cudaError_t launch_instance(const typename LaunchOf<In, Capacity>::type& launch,
   cooperative.val.cooperative = 1;
   if (launch.barrier != nullptr) config.attrs = &cooperative, config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, launch);
+}
+
+// Of grouped tokens.
+template <class Row, class Col, int MinBlocks = 3>
+cudaError_t launch_tokens(const Launch<1>& launch, cudaStream_t stream) {
+  return launch.order != nullptr ? launch_instance<LoadOrdered, Row, Col, 1, MinBlocks>(launch, stream)
+                                 : launch_instance<LoadTokens, Row, Col, 1, MinBlocks>(launch, stream);
 }
 
 }  // namespace fsdp_quant

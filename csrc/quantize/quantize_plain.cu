@@ -9,10 +9,10 @@ cudaError_t launch_plain(const Launch<1>& launch, cudaStream_t stream) {
   const EncodingSpec& row = launch.spec[0];
   const EncodingSpec& col = launch.spec[1];
   if (launch.sources != nullptr) {  // whole-tensor and line scales
-    if (launch.shares_codes_transposed) return launch_instance<LoadTokens, SharedCodes8, Absent, 1, 3>(launch, stream);
-    if (!col.present()) return launch_instance<LoadTokens, Plain8, Absent, 1, 3>(launch, stream);
-    return row.present() ? launch_instance<LoadTokens, Plain8, Plain8, 1, 3>(launch, stream)
-                         : launch_instance<LoadTokens, Absent, Plain8, 1, 3>(launch, stream);
+    if (launch.shares_codes_transposed) return launch_tokens<SharedCodes8, Absent>(launch, stream);
+    if (!col.present()) return launch_tokens<Plain8, Absent>(launch, stream);
+    return row.present() ? launch_tokens<Plain8, Plain8>(launch, stream)
+                         : launch_tokens<Absent, Plain8>(launch, stream);
   }
   if (launch.shares_codes_transposed) return launch_instance<LoadBF16, SharedCodes8, Absent, 1, 3>(launch, stream);
   if (!col.present()) {

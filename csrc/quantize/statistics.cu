@@ -8,9 +8,9 @@ namespace fsdp_quant {
 cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream) {
   if (is_wide(launch.input)) return launch_instance<LoadF32, RotatedStatistics, RotatedStatistics, 1, 2>(launch, stream);
   if (launch.spec[0].rotated || launch.spec[1].rotated)
-    return launch.sources != nullptr ? launch_instance<LoadTokens, RotatedStatistics, RotatedStatistics, 1, 3>(launch, stream)
+    return launch.sources != nullptr ? launch_tokens<RotatedStatistics, RotatedStatistics>(launch, stream)
                                      : launch_instance<LoadBF16, RotatedStatistics, RotatedStatistics, 1, 3>(launch, stream);
-  if (launch.sources != nullptr) return launch_instance<LoadTokens, Statistics, Statistics, 1, 4>(launch, stream);
+  if (launch.sources != nullptr) return launch_tokens<Statistics, Statistics, 4>(launch, stream);
   return launch_instance<LoadBF16, Statistics, Statistics, 1, 4>(launch, stream);
 }
 
