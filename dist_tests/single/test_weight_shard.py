@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 import fsdp_quant as fq
@@ -23,7 +23,7 @@ from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.gemm import StaleWeightError
-from fsdp_quant.tensor import fsdp_hooks
+from fsdp_quant.tensor import fsdp_hooks, torch_compat
 from fsdp_quant.tensor.gather_group import GatherGroup
 from fsdp_quant.tensor.weight_shard import WeightShard
 
@@ -447,6 +447,36 @@ def test_state_dicts_hold_plain_tensors(mesh):
     (key, value), *_ = model.state_dict().items()
     assert key == "0.weight" and type(value.to_local()) is Tensor
     assert value.to_local().data_ptr() == model[0].weight.to_local().data_ptr()
+
+
+class _GivesNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy @ dy.new_zeros(dy.shape[1], 48), None
+
+
+@pytest.mark.parametrize("stride", [(48, 1), (1, 32)], ids=["as the weight", "transposed"])
+def test_local_tensors_have_the_gradients_of_torch(mesh, plain: Tensor, stride: tuple):
+    """If false, an optimizer is given a gradient of other placements, strides or values than
+    `DTensor.to_local` gives; or zeros of a weight whose layer accumulates its gradient itself,
+    which momentum then takes."""
+    given, gradients = plain.as_strided((32, 48), stride).clone(), []
+    assert given.stride() == stride
+    for read in (torch_compat.to_local, DTensor.to_local):
+        weight = nn.Parameter(DTensor.from_local(plain, mesh, [Shard(0)]))
+        local = read(weight)
+        assert type(local) is Tensor and local.data_ptr() == plain.data_ptr()
+        gradients += torch.autograd.grad(local, weight, given)
+    ours, expected = gradients
+    assert type(ours) is DTensor and ours._spec == expected._spec
+    assert_same_bytes(ours.to_local(), given, "gradient")
+    x = torch.ones(2, 48, requires_grad=True)
+    _GivesNone.apply(x, torch_compat.to_local(weight)).sum().backward()
+    assert x.grad is not None and weight.grad is None
 
 
 # The weight of a layer that no one shards #

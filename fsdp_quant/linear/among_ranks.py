@@ -66,8 +66,8 @@ def forward_among_ranks(layer: BaseLinear, x: Tensor, bias: Tensor | None) -> Te
         axis, placement = TensorParallel(state.tensor_group, False, cut), layouts.output
     else:
         axis, placement = TensorParallel(state.tensor_group, False), Replicate()
-    local_bias = None if bias is None else bias.to_local()
-    y = multiply_shared(layer, x, local, weight.to_local(), local_bias, axis)
+    local_bias = None if bias is None else torch_compat.to_local(bias)
+    y = multiply_shared(layer, x, local, torch_compat.to_local(weight), local_bias, axis)
     if layouts is not None and layouts.use_local_output:
         if _same(layouts.output, placement, x.dim()):
             return y

@@ -209,7 +209,9 @@ class GroupedLinear(HasWeight):
         is_cut = self._packed_state.tensor_group is not None
         if not (isinstance(weight, DTensor) and is_cut and weight.device_mesh.ndim == 1):
             return weight, bias
-        return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
+        if isinstance(bias, DTensor):
+            bias = torch_compat.to_local(bias)
+        return torch_compat.to_local(weight), bias
 
     @property
     def first(self) -> Linear:
@@ -303,7 +305,8 @@ class GroupedLinear(HasWeight):
             if not isinstance(sizes, Tensor):
                 sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
             ends = sizes if sizes.dtype in (torch.int32, torch.int64) else sizes.int()
-            ends, self._ahead = ends.to(rows.device, non_blocking=True), ()
+            ends = ends.to(rows.device, non_blocking=True)
+            vars(self)["_ahead"] = ()  # nn.Module's own way to set attributes is slow
             call = call._replace(tokens=tokens_of(*routes)) if routes else call
             return run_experts(call, plan, rows, ends, weights, biases, routes, around)
         if isinstance(sizes, Tensor):
@@ -440,7 +443,7 @@ class GroupedLinear(HasWeight):
 
     def _begun(self, plan: GemmPlan | None, rows: Tensor) -> GroupedCall | None:
         """The call that `begin_ahead` began, if it is of that plan and those weights."""
-        (facts, call), self._ahead = self._ahead or (None, None), None
+        (facts, call), vars(self)["_ahead"] = self._ahead or (None, None), None
         if facts is None:
             return None
         if plan is not None and facts == self._facts(plan, rows):
@@ -466,7 +469,7 @@ class GroupedLinear(HasWeight):
             directions = list(Direction) if facts[-1] else [ROWWISE]
             with torch.no_grad():
                 call = call._replace(ahead=call.quantized(held[:1], directions, x.dtype))
-        self._ahead = facts, call  # no weight: its node would be older than FSDP2's of the forward
+        vars(self)["_ahead"] = facts, call  # no weight: its node would be older than FSDP2's of the forward
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

@@ -112,10 +112,13 @@ class ExpertDispatch:
         rows, options = as_rows(x), (f"{tokens}, {gradients}", self.experts, self.name, routes)
         route = route_tokens(splits, rows, self.group, *options)
 
-        @torch.set_grad_enabled(torch.is_grad_enabled())
-        def begin_ahead() -> None:  # within an autograd function, where gradients are off
-            for layer in dict.fromkeys([*self.converted("input"), *self.converted("grad_output")]):
-                layer.begin_ahead(rows)
+        grad = torch.is_grad_enabled()
+
+        def begin_ahead() -> None:
+            layers = dict.fromkeys([*self.converted("input"), *self.converted("grad_output")])
+            with torch.set_grad_enabled(grad):  # which an autograd function turned off
+                for layer in layers:
+                    layer.begin_ahead(rows)
 
         route.meanwhile = begin_ahead
         sent, result = exchanged(rows, route, tokens, True, routes, meanwhile)

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from ...ops import opaque
+from .autograd import applied
 
 foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -108,6 +112,32 @@ def distributed_as(like: Tensor, values: Tensor, name: str) -> Tensor:
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(tensor):
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        ctx.dtensor_spec, ctx.strides = inputs[0]._spec, output.stride()
+        ctx.grad_placements = None
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None or grad.stride() != ctx.strides:
+            return None if grad is None else _ToTorchTensor.backward(ctx, grad)[0]
+        # the spec is shared, as FSDP2's gradients share their parameters'
+        return DTensor(grad, ctx.dtensor_spec, requires_grad=grad.requires_grad)  # pyright: ignore
+
+
+@opaque.compiled_as(lambda parameter: parameter.to_local())
+def to_local(parameter: DTensor) -> Tensor:
+    """`parameter.to_local()`, in less of the host's time. No gradient stays none (torch up to 2.11
+    makes it zeros)."""
+    return applied(_ToLocal, parameter)
 
 
 def replace_local(tensor: DTensor, local: Tensor) -> None:
