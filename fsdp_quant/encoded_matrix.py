@@ -115,8 +115,7 @@ class EncodedMatrix:
 
     def map(self: _Matrix, fn: Callable[[Tensor], Tensor]) -> _Matrix:
         """The same matrix with fn applied to every buffer."""
-        buffers = self.readable().buffers()
-        return self.with_buffers({name: fn(t) for name, t in buffers.items()})
+        return self.with_buffers({name: fn(t) for name, t in self.readable().buffers().items()})
 
     @property
     def scales(self) -> Tensor:

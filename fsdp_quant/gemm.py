@@ -154,8 +154,7 @@ def _domain_of(a: EncodedMatrix, b: EncodedMatrix, arch: str, batch_invariant: b
     domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch, batch_invariant=batch_invariant)[0]
     if domain in ("native", "anchored") and (a.row0 or b.row0):
         # rows of a tensor have no layout of their own
-        is_exact = a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16
-        return "bf16" if is_exact else "reference"
+        return "bf16" if a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16 else "reference"
     return domain
 
 
@@ -180,8 +179,7 @@ def _multiply(
         if watch is not None:
             native.product_error(left, right, watch)
         is_plain = bias is alpha is None and out_dtype is not torch.float16
-        written = out_dtype if is_plain else torch.float32
-        y = native.batch_invariant_gemm(left, right, written)
+        y = native.batch_invariant_gemm(left, right, out_dtype if is_plain else torch.float32)
         y = y if is_plain else Epilogue(out_dtype, bias, alpha).apply(y, None, None)
         return y if out is None else out.add_(y) if accumulate else out.copy_(y)
     return native.gemm(left, right, out_dtype, out, accumulate, bias, alpha, watch)

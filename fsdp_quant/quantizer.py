@@ -233,8 +233,7 @@ class HybridQuantizer:
             return self
         if not columnwise.fmt.is_quantized:
             return HybridQuantizer(rowwise, columnwise, "rowwise_dequantized")
-        becomes_one_scale = anchors_tensor(rowwise.fmt)
-        return HybridQuantizer(rowwise, None, "rowwise") if becomes_one_scale else self
+        return HybridQuantizer(rowwise, None, "rowwise") if anchors_tensor(rowwise.fmt) else self
 
     @property
     def is_derived(self) -> bool:

@@ -37,8 +37,7 @@ def table() -> str:
         recipe = _definitions.by_name(name, backward_override=None)
         slots = (str(recipe.hybrid(Role("linear", slot))) for slot in QUANTIZED_TYPES)
         rows.append((f"{name}()", *slots, _shown_locality(recipe), _shown_switches(recipe)))
-    of_qat = _shown_locality(qat("mxfp4"))
-    rows.append(("qat(W)", "mxfp8", "W", "mxfp8", of_qat, "of W and mxfp8"))
+    rows.append(("qat(W)", "mxfp8", "W", "mxfp8", _shown_locality(qat("mxfp4")), "of W and mxfp8"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, tuple("-" * width for width in widths))
     lines = (" | ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows)

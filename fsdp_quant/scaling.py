@@ -96,8 +96,7 @@ class Cuts:
         if b0 is None:
             return (0,)
         units = b0 * self.row_units
-        divided = {b // units for b in self.bounds if b % units and b < self.bounds[-1]}
-        return tuple(sorted(divided))
+        return tuple(sorted({b // units for b in self.bounds if b % units and b < self.bounds[-1]}))
 
     @functools.cache
     def shares_statistics(self, encoding: Encoding, parts: int = 1) -> bool:
@@ -542,8 +541,7 @@ class AmaxHistory:
         scaling, amaxes = first.scaling, torch.stack([h.amaxes for h in histories])
         encode_scale = torch.stack([h.encode_scale for h in histories])
         current = amaxes[:, :1]
-        amax = amaxes.amax(1, keepdim=True) if scaling.use == "max" else current
-        fresh = first._scale_of(amax)
+        fresh = first._scale_of(amaxes.amax(1, keepdim=True) if scaling.use == "max" else current)
         is_same = current == 0 if unchanged is None else (current == 0) | unchanged
         opened = torch.cat([torch.zeros_like(current), amaxes[:, :-1]], dim=1)
         new_amaxes = torch.where(is_same, amaxes, opened)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copyreg
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -73,16 +74,12 @@ class Storage(EncodedMatrix):
         device: torch.device | str,
     ) -> Storage:
         """A storage of this geometry whose bytes are all zero."""
+        zeros = functools.partial(torch.zeros, device=device)
         rows, cols = fmt.padded_shape(shape, direction)
-        data = torch.zeros(rows, fmt.row_bytes(cols, dtype), dtype=torch.uint8, device=device)
-        scale_shape = fmt.scale_shape(shape, direction)
-        scale = None
-        if scale_shape is not None:
-            scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
-        tensor_amax = None
-        if fmt.tensor_scale:
-            sizes = fmt.tensor_scale_shape(shape, direction)
-            tensor_amax = torch.zeros(sizes, dtype=torch.float32, device=device)
+        data = zeros(rows, fmt.row_bytes(cols, dtype), dtype=torch.uint8)
+        sizes, lines = fmt.scale_shape(shape, direction), fmt.tensor_scale_shape(shape, direction)
+        scale = None if sizes is None else zeros(sizes, dtype=fmt.scale_dtype)
+        tensor_amax = zeros(lines, dtype=torch.float32) if fmt.tensor_scale else None
         data = data if fmt.is_quantized else data.view(dtype)
         return cls(fmt, direction, shape, data, scale, tensor_amax, dtype)
 
@@ -91,8 +88,7 @@ class Storage(EncodedMatrix):
     def placements(self, chunk: int | None = None) -> dict[str, Placement]:
         """How each buffer shards when dim 0 is cut every `chunk` rows (None: not cut)."""
         scale = scale_placement(self.fmt, self.direction, chunk)
-        of_rows = self.has_scale_per_row
-        tensor_amax = Placement.SHARD if of_rows else Placement.REPLICATE
+        tensor_amax = Placement.SHARD if self.has_scale_per_row else Placement.REPLICATE
         kinds = {"data": Placement.SHARD, "scale": scale, "tensor_amax": tensor_amax}
         return {name: kinds[name] for name in self.buffers()}
 

@@ -166,8 +166,7 @@ def _multiply(
             step = step.clone()  # of ranks with the same rows it is one
             # a kernel writes it, so that CUDA graphs capture it
             step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)
-        ids = axis.slot_ids(runtime.name, weight.shape, x.device)
-        call = call._replace(step=step, ids=ids)
+        call = call._replace(step=step, ids=axis.slot_ids(runtime.name, weight.shape, x.device))
     handed = Handed(owner=owner)
     ranks = _ranks_of_step(call, x, weight, bias, handed)
     if ranks is not None:
@@ -189,8 +188,7 @@ def _ranks_of_step(
     dim, count = -1, 1
     if is_cut:
         multiple, in_pieces = served
-        owner = x if handed.owner is None else handed.owner
-        cut = _cut_of(axis, owner, weight, call.described)
+        cut = _cut_of(axis, x if handed.owner is None else handed.owner, weight, call.described)
         dim, count = cut.dim, 1 if column or cut.outer > 1 else pieces(cut.chunk, weight.shape)
         if cut.chunk % multiple or (count > 1 and not in_pieces):
             return None

@@ -98,8 +98,7 @@ class BaseLinear(HasWeight, nn.Linear):
 
     def make_quantized(self, recipe: Recipe | str, name: str) -> None:
         """Give the layer its runtime, and its weight a state unless it has one."""
-        weight = self.weight
-        self.runtime = LayerRuntime(name, self.module_type, recipe, weight.device)
+        self.runtime = LayerRuntime(name, self.module_type, recipe, self.weight.device)
         self.attach_state()
         torch_compat.make_fx_leaf(self)
         self.register_state_dict_post_hook(plain_in_state_dict)

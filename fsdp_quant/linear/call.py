@@ -98,8 +98,7 @@ class Call(NamedTuple):
 
     def by_direction(self, slot: str) -> dict[Direction, Tensor]:
         """The encode scales of a slot's delayed directions."""
-        directions = self.plan.hybrid(slot).delayed_directions
-        return dict(zip(directions, self.factors[SLOTS.index(slot)]))
+        return dict(zip(self.plan.hybrid(slot).delayed_directions, self.factors[SLOTS.index(slot)]))
 
     def key(
         self, slot: str, rows: int, cut: SequenceCut | None = None, after: Tensor | None = None

@@ -199,8 +199,7 @@ def _compiled(
         x, reader = shared.x, reader_of(shared, layouts[COLUMNWISE], call)
         call = call._replace(ranks=(*call.ranks[:-1], id(reader)))
     elif resolved.shared is not None:  # codes of one history serve its layers alone
-        factors = call.factors[0]
-        key = (resolved.shared, call.save, bool(call.histories[0]), *map(id, factors))
+        key = (resolved.shared, call.save, bool(call.histories[0]), *map(id, call.factors[0]))
         codes = handed.codes.get(key)
     # x is freed before codes of the weight are allocated
     if codes is None and handed.source is not None:

@@ -431,7 +431,6 @@ def encoded_tokens(
     if direction is COLUMNWISE:
         shift = (groups.padded - groups.offsets)[group_of(groups, x)]
         rows = torch.arange(len(x), dtype=torch.int64, device=x.device) + shift
-        padded = x.new_zeros(len(groups.sources) * native.TILE, x.shape[1])
-        x = padded.index_copy_(0, rows, x)
+        x = x.new_zeros(len(groups.sources) * native.TILE, x.shape[1]).index_copy_(0, rows, x)
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else {}
     return plan.hybrid(slot).operands(x, [direction], layouts=layouts)[0][direction]

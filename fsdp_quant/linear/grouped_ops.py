@@ -175,9 +175,7 @@ class TracedCall(NamedTuple):
 
     def _operands(self, weights: Sequence[Any], direction: Direction) -> list[Tensor]:
         """Return what operators are given of the weights."""
-        if self.spec.is_gathered:
-            return gathered_codes(weights[0], direction)
-        return list(weights)
+        return gathered_codes(weights[0], direction) if self.spec.is_gathered else list(weights)
 
     def _record(self, results: list[Tensor], slots: Sequence[str]) -> None:
         """Record the amaxes that an operator returned, and remove them from its results."""
@@ -238,8 +236,7 @@ def traced_experts(
     of_one = of_groups if in_one else None
     plan_of_call = of_one or of_expert
     guards = guards if plan_of_call.resolved(x.dtype, x.device).is_watched else []
-    flags = in_one, transposed, is_gathered, save
-    spec = _Spec(*shape, *map(int, flags))
+    spec = _Spec(*shape, *map(int, (in_one, transposed, is_gathered, save)))
     if in_one and first.dim() == 3 and not decodes:
         spec = spec.with_step(of_groups, x.dtype, first)
     tokens = tokens_of(*routes) if routes else None
@@ -311,8 +308,7 @@ def _fake_backward(dy, tokens, saved, weights, swiglu, plan, spec, needs, guards
     rows = (dy if tokens is None else tokens).shape[0]
     last = torch.empty_like(swiglu[1]) if swiglu else dy.new_empty(spec.experts, spec.n)
     outputs = dy.new_empty(rows, spec.k), dy.new_empty(spec.experts, *matrix), last
-    gradients = [t for t, need in zip(outputs, needs) if need]
-    return [*gradients, *_fake_amaxes(dy, state[-1])]
+    return [*(t for t, need in zip(outputs, needs) if need), *_fake_amaxes(dy, state[-1])]
 
 
 def _fake_amaxes(x: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:

@@ -113,9 +113,8 @@ def gathered_storage(
     check_codes(weight, plan)
     follows = plan.weight.is_derived or plan.weight.shares_storage
     if direction is COLUMNWISE and follows and weight.columnwise is None:
-        rowwise = weight.matrix_for(ROWWISE)
-        of_rowwise = plan.weight.columnwise_of(rowwise, compute_dtype=plan.compute_dtype)
-        return to_layout(of_rowwise, layout)
+        rowwise, dtype = weight.matrix_for(ROWWISE), plan.compute_dtype
+        return to_layout(plan.weight.columnwise_of(rowwise, compute_dtype=dtype), layout)
     _lay_out_frozen(weight, direction, plan, layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:
@@ -228,14 +227,12 @@ def weight_operands(
         rowwise = None if rowwise is None or rowwise.layout in ANCHORS else rowwise
         is_encoded = hybrid.shares_storage and is_laid_out and rowwise is None
         if is_encoded or direction in hybrid.encodings:
-            follows = hybrid.is_derived or hybrid.turns
-            written = layout if is_laid_out and not follows else COMPACT
+            written = layout if is_laid_out and not (hybrid.is_derived or hybrid.turns) else COMPACT
             matrices[direction] = encoded(direction, written)
             return to_layout(matrices[direction], layout)
         if rowwise is None:
             rowwise = encoded(ROWWISE, COMPACT)
-        derived = hybrid.columnwise_of(rowwise, compute_dtype=plan.compute_dtype)
-        return to_layout(derived, layout)
+        return to_layout(hybrid.columnwise_of(rowwise, compute_dtype=plan.compute_dtype), layout)
 
     records = bool(histories) and bool(hybrid.delayed_directions)
     with torch.no_grad():
@@ -266,13 +263,12 @@ def _encoded_weight(
     statistics:  those of the whole weight are added, for its other direction.
     """
     hybrid, fmt = plan.weight, encoding.fmt
-    seen_dtype = plan.compute_dtype if fmt.is_quantized else dtype
     (codes,) = dispatch.encode(
         values,
         [encoding],
         [statistics[source]] if source in statistics else None,
         encode_scales=[factor],
-        dtype=seen_dtype,
+        dtype=plan.compute_dtype if fmt.is_quantized else dtype,
         layouts=[layout],
     )
     amax = codes.tensor_amax if fmt.tensor_scale else codes.amax
@@ -292,8 +288,7 @@ def _encoded_weight(
                 for d in spanning
                 if not hybrid.side(d).is_delayed
             }
-    matrix = matrix_type(codes.layout).of(codes, encoding, values.shape, dtype)
-    return matrix, codes.amax
+    return matrix_type(codes.layout).of(codes, encoding, values.shape, dtype), codes.amax
 
 
 def state_for(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
@@ -358,9 +353,7 @@ def columnwise_of_saved(
     fmt = hybrid.side(direction).fmt
     layout = resolved.layouts["input"][direction] if shape[0] else COMPACT
     storage = matrix_type(layout).over(saved, fmt, direction, shape, dtype, layout)
-    if direction is COLUMNWISE:
-        return storage
-    return hybrid.columnwise_of(to_storage(storage), key)
+    return storage if direction is COLUMNWISE else hybrid.columnwise_of(to_storage(storage), key)
 
 
 def keeps_key(hybrid: HybridQuantizer, has_columnwise: bool) -> bool:

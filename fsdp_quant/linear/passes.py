@@ -391,9 +391,7 @@ LOOSE = _LooseLayers()
 def own_steps(module: nn.Module) -> TrainingSteps | None:
     """Return the steps of a module: a layer stores them in its runtime, a model in itself."""
     runtime = module.__dict__.get("runtime")
-    if isinstance(runtime, Runtime):
-        return runtime.steps
-    return module.__dict__.get("_training_steps")
+    return runtime.steps if isinstance(runtime, Runtime) else module.__dict__.get("_training_steps")
 
 
 def set_steps(module: nn.Module, steps: TrainingSteps) -> None:

@@ -140,8 +140,7 @@ def quantized_input(
     rows, statistics = x.reshape(-1, x.shape[-1]), {}
     key = call.key("input", rows.shape[0])
     if not isinstance(x, QuantizedTensor):
-        passes = [list(Direction)] if call.save else [[ROWWISE]]
-        statistics = call.statistics("input", rows, passes)
+        statistics = call.statistics("input", rows, [list(Direction)] if call.save else [[ROWWISE]])
     operands = call.operands("input", rows, directions, key, statistics)
     if not call.save:
         return operands, [], {}
@@ -294,8 +293,7 @@ def _flattened(saved: Saved) -> tuple[list[Tensor], Callable[[list[Tensor]], Sav
     fmt, direction, shape, _, layout, dtype = saved.weight.geometry
 
     def restored(buffers: list[Tensor]) -> Saved:
-        codes = buffers[count:]
-        weight = matrix_type(layout).over(codes, fmt, direction, shape, dtype, layout)
+        weight = matrix_type(layout).over(buffers[count:], fmt, direction, shape, dtype, layout)
         return Saved(buffers[:count], weight, statistics)
 
     return [*saved.input, *buffers_of(saved.weight)], restored

@@ -253,12 +253,11 @@ def _stacked_two_level(
         scales, rows, cols = [s.t() for s in scales], cols, rows
     else:
         codes = stacked(data)
-    amaxes = torch.cat([s.tensor_amax for s in storages if s.tensor_amax is not None])
     view = (experts, rows, cols), (rows * cols, cols, 1)
     buffers = [
         codes.view(-1, codes.shape[-1]),
         torch.stack(scales).view(-1, scales[0].shape[1]),
-        amaxes,
+        torch.cat([s.tensor_amax for s in storages if s.tensor_amax is not None]),
     ]
     return StackedWeight(buffers, functools.partial(two_level_operand, fmt=first.fmt, view=view))
 
@@ -296,8 +295,7 @@ def two_level_operand(
     """
     cols, none = 2 * data.shape[1], None
     values = native.dequantize(data, scale, none, fmt, ROWWISE, cols, 0, torch.bfloat16)
-    decode_scale = native.tensor_decode_scale(tensor_amax, fmt)
-    return Operand(values.as_strided(*view), decode_scale, IDENTITY)
+    return Operand(values.as_strided(*view), native.tensor_decode_scale(tensor_amax, fmt), IDENTITY)
 
 
 def _block_operand(

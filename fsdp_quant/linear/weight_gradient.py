@@ -189,9 +189,7 @@ class WeightGradient:
 
     def __call__(self, product: functools.partial[Tensor]) -> Tensor | None:
         """Take the product; return what autograd is given for the weight."""
-        if self.waiting is None:
-            return self.add(product)
-        return self.waiting.leave(self, product)
+        return self.add(product) if self.waiting is None else self.waiting.leave(self, product)
 
     def _part(self, tensor: Tensor) -> Tensor:
         """Return of a tensor like the parameter the part like the product."""

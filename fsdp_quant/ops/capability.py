@@ -133,8 +133,7 @@ def has_own_kernels(arch: str) -> bool:
 def is_compiled(arch: str) -> bool:
     """Return whether the operators are loaded, or the architecture is of another machine, where
     they are taken to be."""
-    here = range(torch.cuda.device_count())
-    return extension.is_loaded() or arch not in map(_cuda_arch, here)
+    return extension.is_loaded() or arch not in map(_cuda_arch, range(torch.cuda.device_count()))
 
 
 def arch_of(device: Place) -> str:

@@ -69,8 +69,7 @@ def _kernel_input(
     values = x if round_to_bf16 else _as(x, dtype)
     if not (native.is_available_for(values) and values.numel() > 0):
         return (), values, round_to_bf16
-    chosen = _by_kernel(encodings, values.dtype, row0 % native.TILE == 0)
-    return chosen, values, round_to_bf16
+    return _by_kernel(encodings, values.dtype, row0 % native.TILE == 0), values, round_to_bf16
 
 
 class _Calls(NamedTuple):
@@ -108,8 +107,7 @@ def _calls_for(
     # one launch writes one kind; the others are compact
     if len({targets[i] == layout.ANCHORED_TENSOR for i in anchored}) > 1:
         anchored = tuple(i for i in anchored if targets[i] != layout.ANCHORED_TENSOR)
-    plain = tuple(i for i in by_kernel if i not in anchored)
-    calls = _Calls(anchored, plain, [], [], [])
+    calls = _Calls(anchored, tuple(i for i in by_kernel if i not in anchored), [], [], [])
     for i, (e, target) in enumerate(zip(encodings, targets)):
         is_exact = can_anchor[i] and layout.is_exact_operand(e.fmt, target)
         fits = i in anchored or is_exact or (from_row_0 and target in layout.LAID_OUT)

@@ -288,8 +288,7 @@ def norm_backward(
         return NormGradients(
             *native.norm_backward(dy, x, weight, residual, rstd, mean, *spec[2:], bias is not None)
         )
-    gradients = _norm_backward(dy, x, weight, bias, residual, rstd, mean, *spec)
-    return NormGradients(*gradients, None)
+    return NormGradients(*_norm_backward(dy, x, weight, bias, residual, rstd, mean, *spec), None)
 
 
 def reference_norm_backward(

@@ -144,8 +144,7 @@ def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | N
     fmt = encoding.fmt
     if not fmt.has_scales:
         return None, None
-    magnitude = x.abs()
-    x4 = blocked(magnitude, fmt, encoding.direction, row0)
+    x4 = blocked(x.abs(), fmt, encoding.direction, row0)
     if x4.numel() == 0:
         whole_rows, whole_cols = (block is None for block in fmt.dims(encoding.direction))
         amax = x4.new_zeros(
@@ -416,8 +415,7 @@ def encode(
         values = round_stochastically(
             values.clamp(-limit, limit), fmt.element, random_bytes(x.shape, direction, key)
         )
-    codes = cast_codes(values, fmt.element)
-    return pack(codes, fmt.bits).contiguous(), scale
+    return pack(cast_codes(values, fmt.element), fmt.bits).contiguous(), scale
 
 
 def decode_codes(data: Tensor, fmt: Format, cols: int) -> Tensor:

@@ -161,11 +161,10 @@ def multi_tensor_anchor(
         d.new_empty(anchor_shape(*shape, columnwise, run), dtype=torch.float32)
         for d, shape in zip(data, shapes)
     ]
-    amaxes = [] if tensor_amax[0] is None else list(tensor_amax)
     arguments = (
         list(data),
         list(scale),
-        amaxes,
+        [] if tensor_amax[0] is None else list(tensor_amax),
         packed,
         columnwise,
         transposed,

@@ -87,8 +87,7 @@ def _adam_group(
     statistics: bool,
     out: list[Tensor],
 ) -> None:
-    call = call_of(tuple(encodings))
-    _ops.adam_group(*step.on_device(), *call[:4], row0, statistics, out)
+    _ops.adam_group(*step.on_device(), *call_of(tuple(encodings))[:4], row0, statistics, out)
     torch.autograd.graph.increment_version([*step.master, *step.first, *step.second])
 
 

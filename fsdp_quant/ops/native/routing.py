@@ -21,8 +21,7 @@ def combine_backward(
     dout: Tensor, rows: Tensor | None, back: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return drows, and dweights, which is None without rows."""
-    operands = map(contiguous_aligned, (dout, rows, back, weights))
-    drows, dweights = _ops.combine_backward(*operands)
+    drows, dweights = _ops.combine_backward(*map(contiguous_aligned, (dout, rows, back, weights)))
     return drows, None if rows is None else dweights
 
 
