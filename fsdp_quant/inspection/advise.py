@@ -124,12 +124,8 @@ class Advice:
                 + "  ".join(f"{n:14.2e}" for n in numbers)
             )
         labels = f"loss gap over {self.loss:.6g}", "gradient error"
-        for label, measured, predicted, budget in zip(
-            labels, self.measured, self.predicted, self.budget
-        ):
-            lines.append(
-                f"{label}: {measured:.3g} measured, {predicted:.3g} predicted, budget {budget:.3g}"
-            )
+        for numbers in zip(labels, self.measured, self.predicted, self.budget):
+            lines.append("{}: {:.3g} measured, {:.3g} predicted, budget {:.3g}".format(*numbers))
         lines.append(f"linear layers: {self.cost:.2f} of bf16's {self.unit}")
         return "\n".join([*lines, self.code])
 
@@ -286,13 +282,12 @@ class _Study:
         reduction of `harms` per cost."""
         chosen = {n: min(of, key=lambda f: (of[f], harms[n][f])) for n, of in costs.items()}
         while total([harms[n][f] for n, f in chosen.items()]) > budget:
-            moves = []
-            for name, family in chosen.items():
-                for better in costs[name]:
-                    gain = harms[name][family] - harms[name][better]
-                    paid = costs[name][better] - costs[name][family]
-                    if gain > 0:
-                        moves.append((gain / max(paid, 1e-18), name, better))
+            moves = [
+                (gain / max(costs[name][better] - costs[name][family], 1e-18), name, better)
+                for name, family in chosen.items()
+                for better in costs[name]
+                if (gain := harms[name][family] - harms[name][better]) > 0
+            ]
             if not moves:
                 break  # what is left harms no more than high precision
             _, name, better = max(moves)

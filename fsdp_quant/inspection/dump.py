@@ -58,6 +58,5 @@ class Dump:
         folder = self._folder / f"step{step}"
         folder.mkdir(parents=True, exist_ok=True)
         for layer, by_name in tensors.items():
-            path = folder / f"{layer or 'model'}.rank{rank}.safetensors"
-            with replacing(path) as part:
+            with replacing(folder / f"{layer or 'model'}.rank{rank}.safetensors") as part:
                 self._save(by_name, part, {"format": "pt", **facts[layer]})

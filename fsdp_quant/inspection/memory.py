@@ -169,8 +169,7 @@ def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
     both = frozenset(Direction)
     if once:
         return size(both), 0
-    backward = both if state.recomputed else frozenset({COLUMNWISE})
-    return size(frozenset({ROWWISE})), size(backward)
+    return size(frozenset({ROWWISE})), size(both if state.recomputed else frozenset({COLUMNWISE}))
 
 
 def plain_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:

@@ -90,8 +90,7 @@ def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: WeightQuantiz
         source = values
         if direction is COLUMNWISE and hybrid.is_derived and ROWWISE in storages:
             source = storages[ROWWISE].dequantize(dtype)
-        encoding = hybrid.side(direction).encoding(direction)
-        source = reference.prepared(source, encoding).float()
+        source = reference.prepared(source, hybrid.side(direction).encoding(direction)).float()
         by_shape.setdefault(source.shape, {})[direction] = source
     fields = [
         _fields(values, list(sources.values()), [storages[d] for d in sources])

@@ -115,8 +115,7 @@ class ModelPlan:
 
     def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
         """Sum the bytes of a forward's and backward's gathers, of unquantized parameters too."""
-        pairs = self.gathered_bytes, self.other_bytes
-        return sum(f * forward + b * backward for f, b in pairs)
+        return sum(f * forward + b * backward for f, b in (self.gathered_bytes, self.other_bytes))
 
     @property
     def gathered_bytes_per_element(self) -> float:
@@ -283,14 +282,12 @@ def plan(
 
     def runs(layer: Linear) -> tuple[torch.dtype, Place]:
         m = by_state.get(id(layer._weight_state))
-        parameter_dtype = m.param_dtype if m else layer.weight.dtype
-        return dtype or parameter_dtype, place or layer.weight.device
+        return dtype or (m.param_dtype if m else layer.weight.dtype), place or layer.weight.device
 
     result = ModelPlan(notes=_notes(model, modules.values(), dtype, runs))
     for name, module in modules.items():
         activations, device = runs(module)
-        planned = module.plan_on(activations, device)
-        rows = gemm_rows(name, planned, activations, device)
+        rows = gemm_rows(name, module.plan_on(activations, device), activations, device)
         result.gemms += rows if module.weight.requires_grad else rows[:2]  # no wgrad
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}

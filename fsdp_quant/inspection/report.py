@@ -151,8 +151,7 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
         "bytes": "".join(map(_bytes, runs)),
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    page = re.sub(r"<!--(\w+)-->", lambda mark: parts[mark[1]], TEMPLATE.read_text())
-    Path(out).write_text(page)
+    Path(out).write_text(re.sub(r"<!--(\w+)-->", lambda mark: parts[mark[1]], TEMPLATE.read_text()))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -37,9 +37,8 @@ def freeze(model: nn.Module, keep: str = "codes") -> int:
     A base that is codes already stays so. Call `fq.unfreeze(model)` before merging.
     """
     base = [w.parameter for w in quantized_weights(model) if not w.parameter.requires_grad]
-    if base and all(map(hold.is_frozen, base)):
-        return len(base)
-    return hold.freeze(model, keep=keep)
+    is_done = base and all(map(hold.is_frozen, base))
+    return len(base) if is_done else hold.freeze(model, keep=keep)
 
 
 def _values_of_codes(layer: Any) -> Tensor:

@@ -97,8 +97,7 @@ def _share_layers(model: nn.Module, dims: ParallelDims) -> None:
         if shardings is None or shardings.out_src_shardings is None:
             continue
         out = shardings.out_dst_shardings or shardings.out_src_shardings
-        mesh = dims.resolve_mesh(out.axes())
-        (layout,) = resolve_placements(out, mesh)
+        (layout,) = resolve_placements(out, dims.resolve_mesh(out.axes()))
         layer.parallel = Layouts(Replicate(), layout, use_local_output=False)
         layer._sharding_config = replace(shardings, out_src_shardings=out)
 

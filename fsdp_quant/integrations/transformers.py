@@ -110,11 +110,9 @@ class Callback(TrainerCallback):
         if not self.resume_from:
             folders = [args.resume_from_checkpoint, _folder(args, state)]
         paths = [os.path.join(folder, FILE) for folder in folders if isinstance(folder, str)]
-        for path in paths:
-            if os.path.isfile(path):
-                return path
-        if self.allow_recipe_change:
-            return None
+        path = next(filter(os.path.isfile, paths), None)
+        if path is not None or self.allow_recipe_change:
+            return path
         raise ValueError(
             f"resumed at step {state.global_step}, but there is no {' and no '.join(paths)}; give "
             "Callback(resume_from=) the folder of a checkpoint that was written with this "

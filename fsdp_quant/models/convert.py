@@ -416,8 +416,7 @@ def _with(base: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(kind.forward)  # its signature
     def forward(self, *args, **kwargs):
-        cls = kind if base.forward is code else base
-        return cls.forward(self, *args, **kwargs)
+        return (kind if base.forward is code else base).forward(self, *args, **kwargs)
 
     members = {
         "forward": forward,

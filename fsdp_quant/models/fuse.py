@@ -354,8 +354,7 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
         return
     for gate, up, down in _MLPS:
         if {gate or up, up, down} <= linears.keys():
-            packed = linears[up].out_features == 2 * linears[down].in_features
-            gated = gate is not None or packed
+            gated = gate is not None or (linears[up].out_features == 2 * linears[down].in_features)
             for activation, kind in ACTIVATIONS.items():
                 if kind.gated == gated and kind.has_kernel:
                     yield MLPPattern(name, activation, gate, up, down)

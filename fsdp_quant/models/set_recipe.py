@@ -67,8 +67,7 @@ def of_model(recipe: _R, names: Sequence[str], model: nn.Module) -> _R:
     `per_layer`, which would see other classes once layers are converted."""
     if isinstance(recipe, Schedule):
         switches = [(a, b, of_model(r, names, model)) for a, b, r in recipe.switches]
-        base = of_model(recipe.base, names, model)
-        return replace(recipe, base=base, switches=tuple(switches))
+        return replace(recipe, base=of_model(recipe.base, names, model), switches=tuple(switches))
     if not isinstance(recipe, PerLayer):
         return recipe
     modules, named = dict(model.named_modules()), []

@@ -198,8 +198,7 @@ class Symbols(torch_compat.DispatchMode):
         if not isinstance(b, Tensor):
             b = _integers([self._number(("constant", b, None))], ())
         a, c = torch.broadcast_tensors(a, b)
-        pairs = zip(a.flatten().tolist(), c.flatten().tolist())
-        return _integers(map(self._sum, pairs), a.shape)
+        return _integers(map(self._sum, zip(a.flatten().tolist(), c.flatten().tolist())), a.shape)
 
     def _of_sum(self, x: Tensor, dims: Sequence[int] = (), keepdim: bool = False) -> Tensor:
         shape = x.sum(list(dims), keepdim=keepdim).shape

@@ -42,8 +42,7 @@ _NAN_BITS = 0x7FC00000
 
 def scale_shape(shape: torch.Size) -> tuple[int, int]:
     """Return [rows, blocks per row] of the scales of a tensor of at least two dims."""
-    row = shape[1:].numel()
-    return shape[0], -(-row // BLOCK)
+    return shape[0], -(-shape[1:].numel() // BLOCK)
 
 
 def takes_codes(p: Tensor) -> bool:

@@ -290,9 +290,8 @@ def _new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
     elif is_low_precision:
         state["master"] = _beside(p, values_of(local).detach().float())
     dtype = group["moment_dtype"]
-    in_codes = dtype is torch.float8_e4m3fn and compact.takes_codes(p)
     for name in MOMENTS:
-        if in_codes:
+        if dtype is torch.float8_e4m3fn and compact.takes_codes(p):
             state[f"{name}_codes"] = zeros(torch.uint8)
             state[f"{name}_scale"] = zeros(torch.float32, compact.scale_shape)
         else:
@@ -448,8 +447,7 @@ def _count_step(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> T
 def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> Tensor:
     """Add 1 - found_inf to the steps; fp32 [parameters, 8] (`SCALARS`). The definition of
     `native.adam_count`."""
-    applied = 1.0 if found_inf is None else 1.0 - found_inf.reshape(())
-    torch_compat.foreach_add_(steps, applied)
+    torch_compat.foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf.reshape(()))
     step = torch.stack(steps).double()
     lr = group["lr"]
     lr = lr.to(step.device, torch.float64) if isinstance(lr, Tensor) else lr
@@ -515,8 +513,7 @@ def _update_and_encode(
             weight.state.computed = weight.version, computed
         return
     buffers = [[weight.output_buffers(d) for d, _ in outputs.shards] for weight, outputs in fused]
-    codes = native.adam_codes(step, encodings, row0, buffers)
-    for (weight, outputs), results in zip(fused, codes):
+    for (weight, outputs), results in zip(fused, native.adam_codes(step, encodings, row0, buffers)):
         for (direction, start), (data, scale) in zip(outputs.shards, results):
             counters.add("weight encode", (weight.state.name, direction.value))
             weight.store(direction, Encoded(data, scale, None, None), start)

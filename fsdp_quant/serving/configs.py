@@ -32,8 +32,7 @@ def _arguments(scheme: Scheme) -> tuple[dict, dict | None]:
     if scheme.inputs == "none":
         return weights, None
     if scheme.inputs == "dynamic":
-        inputs = kind.inputs or kind.weights
-        return weights, _FLOAT | inputs | {"dynamic": True, "observer": None}
+        return weights, _FLOAT | (kind.inputs or kind.weights) | {"dynamic": True, "observer": None}
     dynamic = "local" if kind.is_two_level else False  # scales of blocks still are
     return weights, _FLOAT | kind.weights | {"dynamic": dynamic, "observer": "static_minmax"}
 

@@ -349,8 +349,7 @@ def _planned(source: Source, part: Part, format: str) -> list[Planned]:
     if part.kind is None:
         return [Planned(part.slice.name, part.dtype, part.shape)]
     rows, cols = part.shape
-    fmt = source.format_of(part.slice)
-    like = Storage.zeros(fmt, ROWWISE, (rows, cols), torch.float32, "meta")
+    like = Storage.zeros(source.format_of(part.slice), ROWWISE, (rows, cols), torch.float32, "meta")
     tensors = part.tensors_of(like, format)
     return [Planned(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
 
@@ -469,8 +468,7 @@ def _config(
     if config and not config.get("architectures"):
         # but for the classes that fully_shard and our own modules derive from it
         classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
-        original = next(c for c in classes if not hasattr(c, "fused_as"))
-        config["architectures"] = [original.__name__]
+        config["architectures"] = [next(c for c in classes if not hasattr(c, "fused_as")).__name__]
     if config and dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")

@@ -63,8 +63,7 @@ class Kind:
         """That scales have in files, ours first."""
         if self.format.has_fp32_scales:
             return torch.float32, torch.bfloat16, torch.float16
-        two_level = (torch.float8_e4m3fn,)
-        return two_level if self.is_two_level else (torch.uint8, torch.float8_e8m0fnu)
+        return (torch.float8_e4m3fn,) if self.is_two_level else (torch.uint8, torch.float8_e8m0fnu)
 
     def scale_shapes(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
         """That scales of a weight [N, K] have in files, ours last; empty: no whole blocks."""
@@ -80,8 +79,7 @@ class Kind:
 
     def has_scales(self, scale: Tensor, shape: tuple[int, int]) -> bool:
         """Return whether a weight [N, K] in a file may have these scales."""
-        shapes = self.scale_shapes(shape)
-        return scale.dtype in self.scale_dtypes and tuple(scale.shape) in shapes
+        return scale.dtype in self.scale_dtypes and tuple(scale.shape) in self.scale_shapes(shape)
 
     def rows_per_scale(self, fmt: Format) -> int:
         """How many rows of scales a server needs for one block row of `fmt`."""

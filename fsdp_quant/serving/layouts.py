@@ -229,8 +229,7 @@ def check_range(name: str, role: str, scale: Tensor, above_zero: bool = False) -
 def _amax_of(decode: Tensor, fmt: Format) -> Tensor:
     """fp32 [1]: the tensor amax whose decode scale is nearest to `decode`."""
     ulps = torch.arange(-4, 5, dtype=torch.int32, device=decode.device)
-    bits = (decode * fmt.largest_scaled).view(torch.int32) + ulps
-    near = bits.clamp(min=0).view(torch.float32)
+    near = ((decode * fmt.largest_scaled).view(torch.int32) + ulps).clamp(min=0).view(torch.float32)
     distance = (reference.tensor_decode_scale(near, fmt) - decode).abs()
     return near[distance.nan_to_num(nan=torch.inf).argmin()].reshape(1)
 

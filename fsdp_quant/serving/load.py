@@ -322,8 +322,7 @@ def _codes(source: Source, slices: Stored, files: Files) -> QuantizedTensor:
             matrices = _storages_of_gpt_oss(**tensors, dtype=like.dtype)
             rows |= {e: [matrix] for e, matrix in enumerate(matrices)}
         else:
-            fmt = quantizer.rowwise.fmt
-            storage = read_storage(piece.name, tensors, like.dtype, device, fmt)
+            storage = read_storage(piece.name, tensors, like.dtype, device, quantizer.rowwise.fmt)
             rows.setdefault(piece.matrix or 0, []).append(storage)
     pairs = []
     for _, parts in sorted(rows.items()):

@@ -119,8 +119,7 @@ class LocalTensors:
             key, values = (weight.piece.state.name, ROWWISE), weight.piece.values
             layer = source.layers[matrix or 0]
             blocks = (weight.statistics.get(key) or statistics_of(values, layer)).amax
-            statistics = {key: Statistics(blocks, amax.to(values.device))}
-            weight = replace(weight, statistics=statistics)
+            weight = replace(weight, statistics={key: Statistics(blocks, amax.to(values.device))})
         return weight.storage(ROWWISE)
 
 

@@ -132,8 +132,7 @@ def maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
 
 def _gathered(value: object, groups: Sequence[dist.ProcessGroup]) -> list:
     """Return [rank, value] of every rank of the groups, in the order of ranks; values are JSON."""
-    rank = dist.get_rank() if dist.is_initialized() else groups[0].rank()
-    entries = [[rank, value]]
+    entries = [[dist.get_rank() if dist.is_initialized() else groups[0].rank(), value]]
     for group in groups:
         text = json.dumps(entries).encode()
         (size,) = maximum([len(text)], group)

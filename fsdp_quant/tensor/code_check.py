@@ -53,8 +53,7 @@ def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
         expected = local.state.own_codes(local, source) or encode_piece(
             shard.piece, source, shard.high_precision, shard.statistics, managed.device
         )
-        codes = gathered.narrow(shard.piece.row0, rows)
-        for field, buffer in codes.buffers().items():
+        for field, buffer in gathered.narrow(shard.piece.row0, rows).buffers().items():
             a, b = (flat_bytes(t) for t in (buffer, getattr(expected, field)))
             if apart := int((a != b).sum()):
                 raise StaleWeightError(

@@ -106,13 +106,11 @@ def packed_codes(
     """
     pieces = state.pieces(values, cuts or RowCuts((0, len(values))), rank)
     pairs = [StoragePair(owner=piece.state) for piece in pieces]
-    quantizer = state.matrices[0].quantizer
     for direction in directions:
-        encoding = quantizer.encodings[direction]
+        encoding = state.matrices[0].quantizer.encodings[direction]
         shards = [Shard(piece, direction, values.dtype) for piece in pieces]
         for pair, piece, codes in zip(pairs, pieces, encode_shards(shards, values.device)):
-            shape = piece.values.shape
-            pair.put(direction, Storage.of(codes, encoding, shape, values.dtype))
+            pair.put(direction, Storage.of(codes, encoding, piece.values.shape, values.dtype))
     return StoragePair(owner=state, groups=pairs).joined()
 
 

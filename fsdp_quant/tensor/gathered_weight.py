@@ -57,10 +57,9 @@ def wire_buffers(
         if (scales := fmt.scale_shape((rows, cols), direction)) is not None:
             buffers.append(WireBuffer("scale", most * scales[0], scales[1] * fmt.scale_bytes))
         return buffers + ([WireBuffer("tensor_amax", most, 4)] if fmt.tensor_scale else [])
-    chunk = most if len(cuts.bounds) > 2 else None
     buffers = [WireBuffer("data", most, row_bytes)]
     scale_shape, b0 = fmt.scale_shape((cuts.rows, cols), direction), fmt.dims(direction)[0]
-    placement = scale_placement(fmt, direction, chunk)
+    placement = scale_placement(fmt, direction, most if len(cuts.bounds) > 2 else None)
     if scale_shape is not None and b0 is not None:
         spans = [
             (a // b0, -(-b // b0) if b > a else a // b0)

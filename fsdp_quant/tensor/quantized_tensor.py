@@ -152,8 +152,7 @@ class QuantizedTensor(Tensor):
         pair = self._current()
         matrix = pair.operands.get((direction, layout)) or pair.get(direction)
         if matrix is None and quantizer and (quantizer.is_derived or quantizer.shares_storage):
-            rowwise = self.storage_for(ROWWISE)
-            matrix = quantizer.columnwise_of(rowwise, compute_dtype=compute_dtype)
+            matrix = quantizer.columnwise_of(self.storage_for(ROWWISE), compute_dtype=compute_dtype)
         if matrix is None:
             matrix = self.matrix_for(direction)
         return to_layout(self._readable(matrix), layout)

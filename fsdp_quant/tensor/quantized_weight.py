@@ -172,8 +172,7 @@ class QuantizedWeight(WeightCodes):
             if content.master is None and values is None and start == 0:
                 return self._aliased(shape)  # the first write allocates the values
             if content.master is None:
-                rows = self.inner.narrow(0, start, length)
-                return self.state.wrapped(rows)
+                return self.state.wrapped(self.inner.narrow(0, start, length))
         return self.with_storages(lambda s: to_storage(s).narrow(start, length), shape)
 
     def __tensor_flatten__(self):
@@ -213,8 +212,7 @@ class QuantizedWeight(WeightCodes):
         """A parameter, which a module holds, is pickled as one; others as their values."""
         if not isinstance(self, torch.nn.Parameter):
             return self.saved.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-        values = self.inner.detach()
-        return _rebuild, (values, self.state, True, self.requires_grad, self.dtype)
+        return _rebuild, (self.inner.detach(), self.state, True, self.requires_grad, self.dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -241,8 +239,7 @@ def _rebuild(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """dtype: of the weight, whose values may be an fp32 master; None: theirs."""
-    weight = state.wrapped(values, dtype)
-    return as_parameter(weight, is_parameter, requires_grad)
+    return as_parameter(state.wrapped(values, dtype), is_parameter, requires_grad)
 
 
 def _through_masters(func, *args, **kwargs):

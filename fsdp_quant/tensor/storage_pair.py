@@ -158,8 +158,7 @@ class StoragePair:
         shares_data = bool(self.groups) and self.groups[0].shares_data
         for d in (ROWWISE,) if shares_data else Direction:
             matrices = [matrix for group in self.groups if (matrix := group.get(d)) is not None]
-            parts = zip(*(matrix.buffers().items() for matrix in matrices))
-            for fields in parts:
+            for fields in zip(*(matrix.buffers().items() for matrix in matrices)):
                 shown[f"{d.value}_{fields[0][0]}"] = torch.cat([buffer for _, buffer in fields])
         return self.over(shown)
 

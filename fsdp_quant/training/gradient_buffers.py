@@ -71,8 +71,7 @@ class SendBuffer(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         if func is _ATEN.view.default:
             buffer, (rows, _) = args
-            size = rows, buffer.numel() // rows
-            return cls(size, buffer.dtype, buffer.device, buffer.outgoing)
+            return cls((rows, buffer.numel() // rows), buffer.dtype, buffer.device, buffer.outgoing)
         if func is torch.ops.fsdp.chunk_cat.default:
             kwargs["out"].outgoing.fill(args[0])
             return None

@@ -109,8 +109,7 @@ class GradientReduction(torch_compat.ReduceScatter):
         """Memory that FSDP2 asks for: of the input first, then of the output."""
         running = torch_compat.running_reduction()
         if not running.has_input and running.shards is not None and running.shards.size() > 1:
-            ranks = running.shards.size()
-            encode = functools.partial(self._encode, "shards", running, ranks)
+            encode = functools.partial(self._encode, "shards", running, running.shards.size())
             return SendBuffer(size, dtype, device, Outgoing(encode))
         memory = torch.empty(*size, dtype=dtype, device=device)
         replicas = running.replicas

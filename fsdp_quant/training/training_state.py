@@ -178,9 +178,7 @@ def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
 
 def _rank() -> list[int]:
     """Return [rank, world size]."""
-    if dist.is_initialized():
-        return [dist.get_rank(), dist.get_world_size()]
-    return [0, 1]
+    return [dist.get_rank(), dist.get_world_size()] if dist.is_initialized() else [0, 1]
 
 
 def _codes(
@@ -264,8 +262,7 @@ class TrainingState:
         """Return what all ranks have in common, and a list of bytes, what each has of its own.
         Every rank must call it."""
         state, file = state_dict(self.model), io.BytesIO()
-        own = {key: state.pop(key) for key in ("histories", "moved")}
-        torch.save(own, file)
+        torch.save({key: state.pop(key) for key in ("histories", "moved")}, file)
         ranks = [file.getvalue()]
         if (group := dist.group.WORLD) is not None:
             meet([(group,)])

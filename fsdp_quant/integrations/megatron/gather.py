@@ -94,8 +94,7 @@ class _Values:
     def gather(self) -> GatherBuffer:
         channel, rank = self._channel, self._group.rank()
         segments = channel.segments
-        wires = zip(self._params, segments.wire_tensors, segments.offsets[rank])
-        for param, wire, offset in wires:
+        for param, wire, offset in zip(self._params, segments.wire_tensors, segments.offsets[rank]):
             start, end = wire.map.run(rank)
             run = param.detach().view(-1)[start:end].view(torch.uint8)
             channel.segment[offset : offset + run.numel()].copy_(run)

@@ -81,8 +81,7 @@ class ManagedParam:
     def owners(self) -> list[tuple[nn.Module, str]]:
         """(module, attribute) of every registration; more than one if the parameter is tied."""
         info = self.param._module_info
-        shared = zip(info.shared_modules, info.shared_param_names)
-        return [(info.module, info.param_name), *shared]
+        return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
 
     @property
     def fqn(self) -> str:
