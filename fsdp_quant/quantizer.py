@@ -440,18 +440,16 @@ def hybrid_of(value: HybridQuantizer | Quantizer | Format | str) -> HybridQuanti
     Raises ValueError for subclasses of these: kernels, gathers and GEMMs read the fields of a
     quantizer, and call no method of it.
     """
-    if isinstance(value, HybridQuantizer):
-        hybrid = value
-    else:
+    if not isinstance(value, HybridQuantizer):
         side = value if isinstance(value, Quantizer) else Quantizer(format_of(value))
-        hybrid = HybridQuantizer(side, side)
-    _check_class(HybridQuantizer, hybrid)
-    for side in hybrid.sides.values():
+        value = HybridQuantizer(side, side)
+    _check_class(HybridQuantizer, value)
+    for side in value.sides.values():
         _check_class(Quantizer, side)
         _check_class(Format, side.fmt)
         if side.is_delayed:
             _check_class(DelayedScaling, side.scaling)
-    return hybrid
+    return value
 
 
 def _check_class(kind: type, value: object) -> None:

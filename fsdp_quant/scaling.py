@@ -310,16 +310,14 @@ class SharedStatistics:
             yield _Slot(f, e, row, local if is_held else None, block_row, part)
 
     def _store(self, slot: _Slot, reduced: Tensor) -> None:
-        amax, tensor_amax = self.results[slot.fragment][slot.encoding] or (None, None)
-        statistics = None
+        results = self.results[slot.fragment]
+        amax, tensor_amax = results[slot.encoding] or (None, None)
         if slot.block_row is None:
-            statistics = Statistics(amax, reduced)
+            results[slot.encoding] = Statistics(amax, reduced)
         elif slot.local is not None and amax is not None and len(amax) == 1:
-            statistics = Statistics(reduced.view(1, -1), tensor_amax)
+            results[slot.encoding] = Statistics(reduced.view(1, -1), tensor_amax)
         elif slot.local is not None and amax is not None:
             self._rows.append((amax[slot.local], reduced))
-        if statistics is not None:
-            self.results[slot.fragment][slot.encoding] = statistics
 
     def replay(
         self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]

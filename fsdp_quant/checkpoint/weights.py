@@ -96,10 +96,9 @@ class LocalWeight:
 
     def storages(self) -> list[Storage]:
         """One per direction that is encoded from the master and was not dropped."""
-        encoded = self.piece.state.quantizer.encodings
         return [
             self.storage(d)
-            for d in encoded
+            for d in self.piece.state.quantizer.encodings
             if self.codes is None or getattr(self.codes, d.value) is not None
         ]
 
@@ -117,7 +116,6 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
         experts, first = (None, 0) if group is None else ((group, count), group.rank() * count)
         codes = _only_codes(local)
         values = values_of(local) if codes is None else local.dequantize()
-        pieces = state.pieces(values, cuts, rank, every=True)
         parameter, sharded = weight.parameter, None
         if isinstance(parameter, DTensor) and managed is None and state.tensor_group is None:
             sharded = parameter
@@ -132,7 +130,7 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
                 transposed=weight.is_transposed,
                 sharded=sharded,
             )
-            for e, piece in enumerate(pieces, first)
+            for e, piece in enumerate(state.pieces(values, cuts, rank, every=True), first)
         ]
     return weights
 
@@ -181,14 +179,13 @@ def storage_tensors(storage: Storage, like: DTensor | None, rows: int) -> dict[s
             buffer = _whole_scale(buffer, storage.row0 // block_rows, shape, group)
         if placement is not Placement.SHARD:
             placements = [Replicate()] * len(placements)
-        stride = [prod(shape[i + 1 :]) for i in range(len(shape))]
         tensors[name] = DTensor.from_local(
             buffer.contiguous(),
             like.device_mesh,
             placements,
             run_check=False,
             shape=torch.Size(shape),
-            stride=tuple(stride),
+            stride=tuple(prod(shape[i + 1 :]) for i in range(len(shape))),
         )
     return tensors
 

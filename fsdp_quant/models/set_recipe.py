@@ -209,9 +209,7 @@ def _why_fixed(module: Linear) -> tuple[str, str] | None:
         remedy = "plan the sync of a model that has the new recipe, and refresh it with the masters"
         return "is published by a weight sync that was planned for", remedy
     has_values = isinstance(weight, WeightCodes) and weight.has_values
-    if isinstance(weight, QuantizedTensor) and not has_values:
-        return _FROZEN, _UNFREEZE
-    return None
+    return (_FROZEN, _UNFREEZE) if isinstance(weight, QuantizedTensor) and not has_values else None
 
 
 _FROZEN = "is frozen, and keeps no values beside its codes, which are"

@@ -161,9 +161,7 @@ def _like(x: Tensor) -> Tensor:
 
 def reference_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
     value, _, factor, _ = _KINDS[kind]
-    if u is None:
-        return value(g)
-    return value(g) * (u if factor is None else factor.value(u))
+    return value(g) if u is None else value(g) * (u if factor is None else factor.value(u))
 
 
 _activation = opaque.operator(

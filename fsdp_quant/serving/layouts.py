@@ -198,10 +198,8 @@ def _kind_in_file(
             f"{codes.dtype} has scales {' or '.join(accepted)}"
         )
     # Of a small weight several kinds, which decode alike.
-    kind = fits[0]
-    if fmt is not None and (written := kind_of(fmt)) in fits:
-        kind = written
-    return kind, shape
+    written = None if fmt is None else kind_of(fmt)
+    return written if written in fits else fits[0], shape
 
 
 def _either(name: str, tensors: dict[str, Tensor], roles: tuple[str, ...]) -> tuple[str, Tensor]:

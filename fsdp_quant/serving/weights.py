@@ -251,14 +251,12 @@ def num_lost(source: Source, dtype: torch.dtype) -> Tensor:
 
     The sum over all ranks is that of the whole weight.
     """
-    tensor, rank = source.tensor, dist.get_rank() if dist.is_initialized() else 0
+    tensor, is_counted = source.tensor, not dist.is_initialized() or dist.get_rank() == 0
     if isinstance(tensor, DTensor):
         place = tensor.device_mesh.get_coordinate()
         is_counted = place is not None and not any(
             rank for rank, p in zip(place, tensor.placements) if p.is_replicate()
         )
-    else:
-        is_counted = rank == 0
     if not is_counted or not tensor.is_floating_point() or tensor.element_size() == 1:
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
     if has_codes_alone(source) and not isinstance(tensor, DTensor):

@@ -126,7 +126,6 @@ class _Side:
 
         synced:     [first, end) of the scales to write.
         """
-        runs: list[tuple[int, int, int]]
         if self.amaxes is not None and (self.all_shared or (self.spans and self.block_rows == 1)):
             runs = [(self.amaxes, 0, self.block_rows * self.across)]
         else:
