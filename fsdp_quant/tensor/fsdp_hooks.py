@@ -194,19 +194,14 @@ def check_layout(managed: ManagedParam) -> None:
             "only: leave shard_placement_fn out, or return Shard(0) for this weight"
         )
     cuts = cuts_of(managed)
-    for encoding in quantizers[0].encodings.values():
-        if (
-            not state.packed
-            and encoding.fmt.rotated
-            and encoding.direction is COLUMNWISE
-            and len(set(cuts.bounds)) > 2
-        ):
+    for encoding in () if state.packed else quantizers[0].encodings.values():
+        if encoding.fmt.rotated and encoding.direction is COLUMNWISE and len(set(cuts.bounds)) > 2:
             raise ValueError(
                 f"{name}.columnwise is {encoding.fmt}: the rotation mixes rows of different ranks "
                 f"({cuts.rows} rows over {managed.world_size}); rotate activations and gradients, "
                 "not weights"
             )
-        if not state.packed and encoding.fmt.chooses_by_error and cuts.cut_block_rows(encoding):
+        if encoding.fmt.chooses_by_error and cuts.cut_block_rows(encoding):
             raise ValueError(
                 f"{name}.{encoding.direction.value} is {encoding.fmt}, whose scales follow from "
                 f"all values of a block, and {cuts.rows} rows over {managed.world_size} ranks cut "

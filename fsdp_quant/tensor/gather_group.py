@@ -194,9 +194,8 @@ class GatherPlan:
         # empty matrices of other ranks are encoded for their histories, and not sent
         is_repeatable = all(a.matrix is None or a.matrix < len(local[a.member]) for a in asked)
         for a, encoded in zip(asked, self._encoded(local, asked, launches)):
-            fields = by_direction.setdefault((a.member, a.direction), [])
             if a.matrix is None or a.shard.piece.values.shape[0]:
-                fields.append(encoded)
+                by_direction.setdefault((a.member, a.direction), []).append(encoded)
         copies, inputs, not_gathered = [], [], []
         launched = _members_of(launches, asked)
         is_repeatable &= launched is not None

@@ -282,12 +282,10 @@ class GatheredWeight:
         """The shards that the gather of a direction encodes; local: the sharded local tensor."""
         is_codes = self.state.holds_codes and self.quantizer.encodings[direction].fmt.is_quantized
         values = local if is_codes else values_of(local)
-        shared = self.state.statistics or {}
-        pieces = self.state.pieces(values, self.cuts, self.managed.rank)
-        statistics = (shared.get((p.state.name, direction)) for p in pieces)
+        shared = (self.state.statistics or {}).get
         return [
-            Shard(p, direction, self.dtype, s, None, self.records)
-            for p, s in zip(pieces, statistics)
+            Shard(p, direction, self.dtype, shared((p.state.name, direction)), None, self.records)
+            for p in self.state.pieces(values, self.cuts, self.managed.rank)
         ]
 
     def rows_sent(

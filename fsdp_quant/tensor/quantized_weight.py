@@ -165,10 +165,8 @@ class QuantizedWeight(WeightCodes):
             if self.is_frozen:
                 pair = content.pair
                 kept = len(pair.groups) if self.state.packed else pair.first.shape[0]
-            if (start, length) == (0, kept):
-                return self._aliased(shape)
-            if self.is_frozen and content.is_padding:
-                return self._aliased(shape)  # whose codes are copied next
+            if (start, length) == (0, kept) or (self.is_frozen and content.is_padding):
+                return self._aliased(shape)  # codes are copied into padding next
             if content.master is None and values is None and start == 0:
                 return self._aliased(shape)  # the first write allocates the values
             if content.master is None:

@@ -366,9 +366,6 @@ class Shard(NamedTuple):
     into: tuple[Tensor, Tensor] | None = None
     records: bool = True
 
-    def statistics_on(self, device: torch.device) -> Statistics | None:
-        return None if self.statistics is None else self.statistics.to(device)
-
 
 def encode_shards(
     shards: Sequence[Shard],
@@ -391,16 +388,15 @@ def encode_shards(
         group = [shards[i] for i in places]
         recorded: list[RecordedEncode] = []
         histories = [s.piece.state.delayed_history(s.direction, device) for s in group]
-        records = (h if s.records else None for h, s in zip(histories, group))
         codes = dispatch.multi_tensor_encode(
             [s.piece.values.to(device) for s in group],
             encoding,
-            [s.statistics_on(device) for s in group],
+            [s.statistics and s.statistics.to(device) for s in group],
             [s.piece.row0 for s in group],
             [h and h.encode_scale for h in histories],
             dtype,
             [s.into for s in group],
-            [h and h.amaxes for h in records],
+            [h.amaxes if h and s.records else None for h, s in zip(histories, group)],
             None if launches is None else recorded,
         )
         if launches is not None:
@@ -461,9 +457,8 @@ class Held:
                 f"{name} was written inside fq.hold, which multiplies the codes of its first use; "
                 "leave the context before the weights change"
             )
-        source = values_of(local_of(parameter))
         memory = values_of(values).untyped_storage().data_ptr()
-        if memory != source.untyped_storage().data_ptr():
+        if memory != values_of(local_of(parameter)).untyped_storage().data_ptr():
             return encode()
         if key not in self.codes:
             self.codes[key] = encode()
