@@ -28,6 +28,7 @@ from .linear.linear import Linear
 from .linear.training_steps import begin_step
 from .models.convert import convert
 from .models.fuse import MLPPattern, NormPattern
+from .models.grouped_mlp import GroupedMLP
 from .models.layernorm_linear import LayerNormLinear
 from .models.layernorm_mlp import LayerNormMLP
 from .models.norm import Norm

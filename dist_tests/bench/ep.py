@@ -10,9 +10,10 @@ weighted sum of what comes back; over the same layer of torch alone in bf16.
 
 Each rank has `tokens / copies` tokens, each of which goes to `copies` experts. bf16: a gather, an
 all-to-all of counts that the host reads, one of tokens, `torch._grouped_mm`, one of results, and a
-weighted sum; backwards of gathers are gathers. Ours: `fq.parallel.ExpertParallel`, called with
-routes and weights. Both multiply gate and up as one weight, run eagerly, and share compiled SwiGLU
-and sort; the weighted sum of bf16 is compiled too (`--eager`: nothing is).
+weighted sum; backwards of gathers are gathers. Ours: `fq.GroupedMLP` under
+`fq.parallel.ExpertParallel`, called with routes and weights. Both multiply gate and up as one
+weight, run eagerly, and share a compiled sort; SwiGLU and the weighted sum of bf16 are compiled too
+(`--eager`: nothing is).
 
 A step is forward, backward and SGD of bf16 parameters, so that weights are quantized in each.
 Printed: ms of a step, of its forward and backward alone, of a forward without gradients, where arms
@@ -133,24 +134,14 @@ class Plain(nn.Module):
 # Ours #
 
 
-class Experts(nn.Module):
-    def __init__(self, args, recipe):
-        super().__init__()
-        options = {"bias": False, "packed": True, "recipe": recipe, "dtype": torch.bfloat16}
-        self.gate_up = fq.GroupedLinear(args.experts, args.dim, 2 * args.hidden, **options)
-        self.down = fq.GroupedLinear(args.experts, args.hidden, args.dim, **options)
-        self.swiglu = swiglu
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        return self.down(self.swiglu(self.gate_up(x, ends)), ends)
-
-
 class Ours(nn.Module):
     def __init__(self, args, recipe, options: dict, device: torch.device):
         super().__init__()
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
-        style = fq.parallel.ExpertParallel(reads="gate_up", writes="down", **options)
-        self.experts = parallelize_module(Experts(args, recipe()), mesh, style)
+        style = fq.parallel.ExpertParallel(**options)
+        shape = args.experts, args.dim, args.hidden
+        experts = fq.GroupedMLP(*shape, dtype=torch.bfloat16, recipe=recipe())
+        self.experts = parallelize_module(experts, mesh, style)
 
     def forward(self, x: Tensor, order: Tensor, back: Tensor, ends: Tensor, weights) -> Tensor:
         return self.experts(x, ends, routes=(order, back), weights=weights)
@@ -180,8 +171,9 @@ def prepared(arm: str, args, device: torch.device) -> tuple[dict, dict[str, Call
     sorted_by, rank = sort, dist.get_rank()
     if not args.eager:
         sorted_by = torch.compile(sort)
-        (net if arm == BASE else net.experts).swiglu = torch.compile(swiglu, dynamic=True)
-        net.weighted = torch.compile(weighted)
+        if arm == BASE:
+            net.swiglu = torch.compile(swiglu, dynamic=True)
+            net.weighted = torch.compile(weighted)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, foreach=False)
     g, tokens = torch.Generator().manual_seed(rank), args.tokens // args.copies
     favour = torch.rand(args.experts, generator=g) if args.load == "uneven" else 0

@@ -553,6 +553,49 @@ def test_weights_are_quantized_while_the_host_waits_for_counts():
     run_ranks(2, ahead)
 
 
+def mlps(rank: int, world: int) -> None:
+    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
+    style = fq.parallel.ExpertParallel(gradients="auto")
+
+    def steps(recipe: fq.Recipe, counts_of, is_observed: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        mlp = fq.GroupedMLP(EXPERTS, K, FFN, dtype=torch.bfloat16, recipe=recipe)
+        mlp, results = parallelize_module(mlp, mesh, style), {}
+        assert planned_dispatch(mlp, counts_of(rank)).keys() >= {("forward", "rowwise", codes)}
+        if is_observed:
+            mlp.down.register_forward_hook(lambda *args: None)
+        optimizer = torch.optim.SGD(mlp.parameters(), lr=0.5)
+        for i in range(3):
+            ends = torch.tensor(counts_of(rank)).cumsum(0)
+            x = tokens_of(rank + 100 * i, counts_of(rank)).requires_grad_()
+            y = mlp(x, ends)
+            y.backward(tokens_of(rank + 100, counts_of(rank)))
+            results |= {f"y {i}": y.detach(), f"dx {i}": x.grad}
+            optimizer.step()
+            optimizer.zero_grad()
+        return results | {n: p.detach().to_local() for n, p in mlp.named_parameters()}
+
+    with hopper.emulated() as gpu:
+        recipes = (fq.recipes.mxfp8(), "mxfp8"), (fq.recipes.fp8_block(), "fp8_1x128")
+        for (recipe, codes), counts_of in itertools.product(recipes, COUNTS):
+            want = steps(recipe, counts_of, True)
+            assert gpu.count("swiglu") == gpu.count("swiglu_backward") == 0
+            got = steps(recipe, counts_of, False)
+            for name, tensor in want.items():
+                laws.assert_same_bytes(got[name], tensor, f"{recipe} {name}")
+            times = 3 * any(sum(counts_of(r)[rank * 4 : rank * 4 + 4]) for r in range(world))
+            made = gpu.count("swiglu"), gpu.count("swiglu_backward")
+            assert made == (times, times), (recipe, made, times)
+            gpu.calls.clear()
+
+
+@on_cpu
+def test_experts_of_ranks_quantize_swiglu_as_they_compute_it():
+    """If false, `fq.GroupedMLP` under `ExpertParallel` writes SwiGLU and its gradient, or has other
+    bits than with SwiGLU written."""
+    run_ranks(2, mlps)
+
+
 class Adapted(Experts):
     """Experts of which an adapter alone trains."""
 

@@ -167,21 +167,11 @@ def an_engine() -> dict:
 
 
 def experts() -> dict:
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.up = (fq.GroupedLinear(2, 64, 32, packed=True) for _ in range(2))
-            self.down = fq.GroupedLinear(2, 32, 64, packed=True)
-
-        def forward(self, x, splits):
-            y = nn.functional.silu(self.gate(x, splits)) * self.up(x, splits)
-            return self.down(y, splits)
-
-    given, module = a_rank(), fq.convert(Experts(), "mxfp8")
+    given, sizes = a_rank(), {"num_experts": 2, "hidden_size": 64, "ffn_size": 32}
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep"))
     chosen, weights = torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.rand(3, 2)
     tokens = {"x": torch.randn(3, 64), "splits": [3, 3], "chosen": chosen, "weights": weights}
-    return given | tokens | {"mesh": mesh, "experts": module, "shared_experts": nn.Linear(64, 64)}
+    return given | sizes | tokens | {"mesh": mesh, "shared_experts": nn.Linear(64, 64)}
 
 
 def operands() -> dict:

@@ -18,6 +18,7 @@ from dist_tests.laws import assert_same_bytes
 from dist_tests.single import hopper
 from dist_tests.single.test_fuse import tiny
 from fsdp_quant.linear import grouped_autograd
+from fsdp_quant.linear.routes import sorted_by_expert, tokens_of
 from fsdp_quant.models.packed_experts import kind_of
 from fsdp_quant.models.proof import swiglu_of
 
@@ -52,7 +53,8 @@ def run(experts: nn.Module, call=None, tokens: int = TOKENS) -> dict[str, Tensor
 @contextlib.contextmanager
 def observed(experts: nn.Module):
     """Products have hooks, which see values: SwiGLU, and what it is multiplied by, are torch's."""
-    with experts.down_proj_product.register_forward_hook(lambda *args: None):
+    down = experts.down if isinstance(experts, fq.GroupedMLP) else experts.down_proj_product
+    with down.register_forward_hook(lambda *args: None):
         yield
 
 
@@ -70,7 +72,7 @@ def unfused(*slots: str):
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
-    assert got.keys() == want.keys() and len(want) == 5
+    assert got.keys() == want.keys() and len(want) >= 4
     for name, tensor in want.items():
         assert_same_bytes(got[name], tensor, f"{what}: {name}")
 
@@ -282,3 +284,86 @@ def test_a_gate_without_a_name_is_pickled(monkeypatch):
         assert counts(operators) == (1, 1)
         assert_same(run(pickle.loads(pickle.dumps(experts))), want, "read again")
         assert counts(operators) == (1, 1)
+
+
+# `fq.GroupedMLP` #
+
+
+def run_mlp(mlp: fq.GroupedMLP, how: str, call=None, tokens: int = TOKENS) -> dict[str, Tensor]:
+    """Output and gradients of rows, or of tokens by their routes, with weights or without."""
+    x, index, weights = inputs(tokens)
+    ends, routes = sorted_by_expert(index, 4)
+    call = mlp if call is None else call
+    if how == "rows":
+        x = x[tokens_of(*routes)]
+        return gradients_of(mlp, lambda x: call(x, ends), x)
+    if how == "routes":
+        return gradients_of(mlp, lambda x: call(x, ends, routes), x)
+    return gradients_of(mlp, lambda x, w: call(x, ends, routes, w), x, weights)
+
+
+def gradients_of(module: nn.Module, call, *operands: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    operands = [t.detach().requires_grad_() for t in operands]
+    y = call(*operands)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+    grads = {n: p.grad.clone() for n, p in module.named_parameters()}
+    return {"y": y.detach()} | {f"d{i}": t.grad for i, t in enumerate(operands)} | grads
+
+
+def mlp_of(name: str) -> fq.GroupedMLP:
+    torch.manual_seed(0)
+    return fq.GroupedMLP(4, HIDDEN, 64, dtype=torch.bfloat16, recipe=fq.recipes.by_name(name))
+
+
+@pytest.mark.parametrize("how", ["rows", "routes", "weights"])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_grouped_mlp_quantizes_swiglu_as_it_computes_it(name: str, how: str):
+    """If false, experts of one's own (of `ExpertParallel`, with rows and no routes) write SwiGLU
+    and its gradient, in eager mode or in graphs; or have other bits."""
+    torch.compiler.reset()
+    with hopper.emulated() as operators:
+        mlp = mlp_of(name)
+        with observed(mlp):
+            want = run_mlp(mlp, how)
+        assert counts(operators) == (0, 0)
+        assert_same(run_mlp(mlp, how), want, "eager")
+        assert counts(operators) == (1, 1)
+        compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+        assert_same(run_mlp(mlp, how, compiled), want, "compiled")
+        assert counts(operators) == (1, 1)
+        with unfused("input"):
+            assert_same(run_mlp(mlp, how), want, "with values of h")
+        counts(operators)
+        empty = run_mlp(mlp, how, tokens=0)
+        assert empty["y"].shape == (0, HIDDEN) and counts(operators) == (0, 0)
+
+
+@pytest.mark.parametrize("name", [*FUSED, *OTHERS])
+def test_a_grouped_mlp_is_its_products_and_swiglu(name: str):
+    """If false, `fq.GroupedMLP` computes something else than two `fq.GroupedLinear` with the sum of
+    each token's experts behind them, on any device and in any recipe."""
+    mlp, weighted = mlp_of(name), run_mlp(mlp_of(name), "weights")
+    x, index, weights = inputs()
+    ends, (order, back) = sorted_by_expert(index, 4)
+
+    def plain(x: Tensor, weights: Tensor) -> Tensor:
+        g, u = mlp.gate_up(x[tokens_of(order, back)], ends).chunk(2, -1)
+        y = mlp.down(torch.nn.functional.silu(g) * u, ends)[back]
+        return (y.float() * weights[..., None]).sum(1).to(y.dtype)
+
+    assert_same(weighted, gradients_of(mlp, plain, x, weights), name)
+
+
+def test_a_grouped_mlp_takes_rows_in_batches_and_splits_of_the_host():
+    x = inputs()[0][:10]
+    with hopper.emulated():
+        mlp = mlp_of("mxfp8")
+        y = mlp(x, torch.tensor([3, 3, 8, 10]))
+        assert_same_bytes(mlp(x, [3, 0, 5, 2]), y, "counts")
+        batches = mlp(x.view(2, 5, HIDDEN), torch.tensor([3, 3, 8, 10]))
+        assert_same_bytes(batches, y.view(2, 5, HIDDEN), "batches")
+        with pytest.raises(ValueError, match="splits"):
+            mlp(x, [3, 0, 5])
+        with pytest.raises(ValueError, match="of no routes"):
+            mlp(x, [3, 0, 5, 2], (), torch.ones(10, 1))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..ops import norm
@@ -62,13 +63,15 @@ def experts(
     return program
 
 
-def gated(program: Callable[..., Any], order: Tensor, back: Tensor) -> Program:
+def gated(program: Callable[..., Any], routes: Routes) -> Program:
     """Return the program of `experts` that returns h in place of y, of the weights of routes in
-    place of biases; its node keeps [g, u] and the rows' weights last."""
+    place of biases (none: 1); its node keeps [g, u] and the rows' weights last."""
 
     def of_h(x, weights, of_routes, dgrad) -> Differentiable:
         y, saves_x, buffers, of_y = program(x, weights, (), dgrad)
-        shares = shares_of(of_routes[0], order)
+        shares = y.new_ones(y.shape[:1], dtype=torch.float32)
+        if of_routes:
+            shares = shares_of(of_routes[0], routes[0])
 
         def gradients(dh, x, buffers, weights, needs) -> Gradients:
             # a node that refers to [g, u] would keep it while hooks offload it
@@ -80,6 +83,7 @@ def gated(program: Callable[..., Any], order: Tensor, back: Tensor) -> Program:
 
         # what is added to -0.0 stays as it is
         h = y.new_full((), -0.0).expand(y.shape[0], y.shape[1] // 2)
+        back = routes[1] if of_routes else None
         return h, saves_x, [*buffers, back, y, shares], gradients
 
     return of_h
@@ -123,8 +127,9 @@ def run_experts(
         x, swiglu = with_values(x, *swiglu), False
     program = experts(call.forward, call.backward, ends, routes, swiglu)
     if returns_h and fuses and not biases:
-        program = gated(program, *of_rows)
-        h, *_, gate_and_up, shares = differentiated(program, x, len(weights), (*weights, of_routes))
+        program, of_routes = gated(program, of_rows), () if of_routes is None else (of_routes,)
+        operands = *weights, *of_routes
+        h, *_, gate_and_up, shares = differentiated(program, x, len(weights), operands)
         return (gate_and_up, shares), h
     sums = bool(of_rows) and not returns_h
     if sums and of_routes is None and not biases and plan is not None and reads_combined(plan, x):

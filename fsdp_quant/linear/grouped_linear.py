@@ -30,7 +30,7 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .bad_splits import new_tag, raise_bad_splits
 from .base import plan_of_recipe
-from .grouped import GroupedCall, reads_routes, sizes_of, unsupported_reason
+from .grouped import GroupedCall, may_fuse_swiglu, reads_routes, sizes_of, unsupported_reason
 from .grouped_autograd import run_experts, with_values
 from .grouped_ops import traced_experts
 from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_shape
@@ -237,6 +237,13 @@ class GroupedLinear(HasWeight):
     def owners(self) -> Sequence[HasWeight]:
         """Modules whose weights one product for all reads: this one, packed, or each expert."""
         return [self] if self.packed else self._linears
+
+    def fuses_swiglu(self, rows: Tensor) -> bool:
+        """Whether kernels quantize SwiGLU of rows [M, N] of y where nobody sees values."""
+        first, fits = self.first, self._goes_into_graphs and self.bias is None
+        shape = len(self.layers), first.out_features, first.in_features
+        key = first.plan_here(rows.device).key
+        return fits and may_fuse_swiglu(key, rows.dtype, rows.device, shape)
 
     def _operand(self, owner: HasWeight) -> tuple[Tensor, Tensor | None]:
         return self.held if owner is self else (owner.weight, owner.bias)
@@ -469,7 +476,8 @@ class GroupedLinear(HasWeight):
             directions = list(Direction) if facts[-1] else [ROWWISE]
             with torch.no_grad():
                 call = call._replace(ahead=call.quantized(held[:1], directions, x.dtype))
-        vars(self)["_ahead"] = facts, call  # no weight: its node would be older than FSDP2's of the forward
+        # no weight: its node would be older than FSDP2's of the forward
+        vars(self)["_ahead"] = facts, call
 
     def _sizes(self, splits: Sequence[int] | Tensor, rows: Tensor) -> list[int] | Tensor:
         """Rows of each expert, or `splits` where only a device knows them."""

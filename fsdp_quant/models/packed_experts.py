@@ -39,22 +39,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..linear.bad_splits import BAD_SPLITS
-from ..linear.grouped import may_fuse_swiglu
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.has_weight import plain_in_load, saved_plain
-from ..linear.routes import ALONE, Around, Routes, combine, dispatch, shares_of, sorted_by_expert
+from ..linear.routes import ALONE, Routes, combine, dispatch, sorted_by_expert
 from ..ops import opaque
-from ..ops.norm import ACTIVATIONS
 from ..ops.reference import known
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
-from .norm_op import activate
+from .grouped_mlp import multiplied
 from .proof import gate_of, swiglu_of
 from .reads import Reads, held, probe_of, proven
 from .symbols import SHAPES, Symbols, Unobserved, Unproven
-
-SWIGLU = ACTIVATIONS["swiglu"].kind
 
 
 class ExpertProduct(GroupedLinear):
@@ -81,13 +77,6 @@ class ExpertProduct(GroupedLinear):
             return BAD_SPLITS
         last = len(self.weight) - 1
         return f"an earlier call's top_k_index gave some of {{}} rows no expert of 0 to {last}"
-
-    def fuses_swiglu(self, rows: Tensor) -> bool:
-        """Whether kernels quantize SwiGLU of rows [M, N] where nobody sees values."""
-        first, fits = self.first, self._goes_into_graphs and self.bias is None
-        shape = len(self.layers), first.out_features, first.in_features
-        key = first.plan_here(rows.device).key
-        return fits and may_fuse_swiglu(key, rows.dtype, rows.device, shape)
 
     def _checked(self, sizes: list[int], rows: int) -> list[int]:
         if self.is_routed and sum(sizes) != rows:
@@ -435,27 +424,17 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
             "experts that transformers spreads over ranks are not multiplied here; pass "
             "skip='experts'"
         )
-    first, last = self.packed_parts
     products = [getattr(self, f"{part}_product") for part in self.packed_parts]
     ends, routes = sorted_by_expert(top_k_index, len(products[0].weight))
     weights = top_k_weights[:, : top_k_index.shape[-1]]
-    is_observed = any(map(torch_compat.has_hooks, products))  # hooks see values
-    is_swiglu = gate_of(self) == self.packed_kind.swiglu and products[1].bias is None
-    fuses = is_swiglu and not is_observed
-    around = Around(True, routes, weights) if fuses else ALONE
-    result = _product(self, first, hidden_states, ends, routes, around)
-    y, hidden = result if fuses else (result, None)
-    if hidden is not None:
-        around = Around(y, routes)
-    elif is_swiglu and products[0].fuses_swiglu(y):  # the bits of kernels
-        shares = shares_of(weights, routes[0])
-        hidden = activate(y, None, SWIGLU, packed=True)[0]
-        hidden, around = (hidden * shares[:, None]).to(hidden.dtype), Around(False, routes)
-    else:
-        hidden = (self._apply_gate if self.has_gate else self.act_fn)(y)
-        around = Around(False, routes, weights)
-    y = _product(self, last, hidden, ends, (), ALONE if is_observed else around)
-    return (combine(y, routes[1], around.weights) if is_observed else y).to(hidden_states.dtype)
+    activation = self._apply_gate if self.has_gate else self.act_fn
+    is_swiglu = gate_of(self) == self.packed_kind.swiglu
+
+    def multiply(which: int, rows: Tensor, *of_call: Any) -> Any:
+        return _product(self, self.packed_parts[which], rows, ends, *of_call)
+
+    y = multiplied(products, multiply, activation, is_swiglu, hidden_states, routes, weights)
+    return y.to(hidden_states.dtype)
 
 
 def _forward_of_rows(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:

@@ -163,8 +163,8 @@ class ExpertParallel(ParallelStyle):
     tokens, as without the style.
 
     reads, writes:  names of the `fq.GroupedLinear` submodules that multiply the tokens, and of the
-                    one whose output the module returns ("": the module itself, which is the default
-                    of one). They quantize what travels.
+                    one whose output the module returns ("": the module itself). They quantize what
+                    travels. Default: those of a `fq.GroupedMLP`, or of a `fq.GroupedLinear` itself.
     transport:      of tokens: "auto": rowwise codes where their values are exact and they are
                     fewer bytes (`dispatch_tokens`), else high precision; "codes";
                     "high_precision".
@@ -219,9 +219,10 @@ class ExpertParallel(ParallelStyle):
         name = name_of(module)
         check_one_axis(name, "ExpertParallel", device_mesh, "expert parallelism", "ep")
         style, parameters = copy.copy(self), dict(module.named_parameters())
-        default = [""] if "weight" in module._parameters else []
-        style.reads = default if self.reads is None else self.reads
-        style.writes = default if self.writes is None else self.writes
+        own = ([""], [""]) if "weight" in module._parameters else ([], [])
+        reads, writes = getattr(module, "reads_and_writes", own)
+        style.reads = reads if self.reads is None else self.reads
+        style.writes = writes if self.writes is None else self.writes
         experts = next((p.shape[0] for p in parameters.values() if p.dim() == 3), 0)
         facts = {f"{name}.{key}": weight_text(p) for key, p in parameters.items()}
         facts |= {
