@@ -596,6 +596,46 @@ def test_experts_of_ranks_quantize_swiglu_as_they_compute_it():
     run_ranks(2, mlps)
 
 
+def calls(rank: int, world: int) -> None:
+    """The arguments of a module by place and by name, as without the style."""
+    mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",))
+    style = fq.parallel.ExpertParallel(reads="gate_up", writes="down")
+    torch.manual_seed(0)
+    alone = fq.GroupedMLP(EXPERTS, K, FFN, dtype=torch.bfloat16, recipe="mxfp8")
+    mlp = parallelize_module(copy.deepcopy(alone), mesh, style)
+    x, g = tokens_of(rank, [40]), torch.Generator().manual_seed(rank)
+    for k in (1, 2):
+        index = torch.rand(40, EXPERTS, generator=g).topk(k).indices
+        (ends, ways), w = routes.sorted_by_expert(index, EXPERTS), torch.rand(40, k, generator=g)
+        rows = x[routes.tokens_of(*ways)]
+        for args, named in (
+            ((rows, ends), {}),
+            ((), {"x": rows, "splits": ends}),
+            ((x, ends, ways), {}),
+            ((x, ends), {"routes": ways}),
+            ((x, ends, ways, w), {}),
+            ((x, ends, ways), {"weights": w}),
+            ((x,), {"splits": ends, "routes": ways, "weights": w}),
+        ):
+            what = f"{k} {[*map(type, args)]} {[*named]}"
+            laws.assert_same_bytes(mlp(*args, **named), alone(*args, **named), what)
+            (y, other) = mlp(*args, **named, meanwhile=lambda: 7)
+            laws.assert_same_bytes(y, alone(*args, **named), what)
+            assert other == 7
+        wrong = w[:, 0] if rank else w
+        with pytest.raises(ValueError, match=r"rank 1 cannot go on.*and weights \[T, k\]"):
+            mlp(x, ends, ways, wrong)
+        for wrong in (ways[0], ways[:1], (ways[0], ways[1].flatten()), ways[::-1]):
+            with pytest.raises(ValueError, match=r"rank 1 cannot go on.*wanted order \[T \* k\]"):
+                mlp(x, ends, wrong if rank else ways)
+
+
+def test_experts_of_ranks_are_called_as_those_of_one_process():
+    """If false, routes by place are not those of the tokens that travel, or a call has another
+    meaning with the style than without it; or a rank waits for one whose routes are wrong."""
+    run_ranks(2, calls)
+
+
 class Adapted(Experts):
     """Experts of which an adapter alone trains."""
 
@@ -1036,6 +1076,11 @@ def refusals(rank: int, world: int) -> None:
         net(x, counts)
     with pytest.raises(ValueError, match=r"got 1 positional arguments"):
         net(x)
+    grads = torch.autograd.grad(
+        net(x, counts).float().square().sum(), [*net.parameters()], create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        sum(grad.to_local().float().square().sum() for grad in grads).backward()
     laws.assert_same_bytes(
         net(x, counts), spread(Experts(mxfp8), mesh)(x, counts), "after refusals"
     )

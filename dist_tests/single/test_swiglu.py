@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import pickle
 
 import pytest
@@ -365,5 +366,54 @@ def test_a_grouped_mlp_takes_rows_in_batches_and_splits_of_the_host():
         assert_same_bytes(batches, y.view(2, 5, HIDDEN), "batches")
         with pytest.raises(ValueError, match="splits"):
             mlp(x, [3, 0, 5])
-        with pytest.raises(ValueError, match="of no routes"):
-            mlp(x, [3, 0, 5, 2], (), torch.ones(10, 1))
+
+
+def test_a_grouped_mlp_of_routes_returns_rows():
+    """If false, routes without weights mean something else than they do to `fq.GroupedLinear` and
+    `ExpertParallel`."""
+    x, index, weights = inputs()
+    ends, routes = sorted_by_expert(index, 4)
+    with hopper.emulated():
+        mlp = mlp_of("mxfp8")
+        for call in (mlp, torch.compile(mlp, backend="aot_eager", fullgraph=True)):
+            rows = call(x, ends, routes)
+            assert_same_bytes(rows, mlp(x[tokens_of(*routes)], ends), "rows")
+            assert_same_bytes(call(x.view(4, -1, HIDDEN), ends, routes), rows, "batches")
+            y = call(x, ends, routes, weights)
+            assert_same_bytes(call(x.view(4, -1, HIDDEN), ends, routes, weights).flatten(0, 1), y)
+
+
+def test_wrong_routes_are_refused():
+    """If false, experts multiply other tokens than the routes say, weigh them with other weights,
+    or raise of something else."""
+    x, index, weights = inputs()
+    ends, (order, back) = sorted_by_expert(index, 4)
+    mlp = mlp_of("mxfp8")
+    wrong_routes = (
+        order,
+        (order,),
+        (back, order),
+        (order[1:], back),
+        (order, back.flatten()),
+        (order, torch.cat([back, back])),
+        (order.int(), back.int()),
+    )
+    for emulated in (False, True):
+        with hopper.emulated() if emulated else contextlib.nullcontext():
+            for layer, wrong in itertools.product((mlp, mlp.gate_up), wrong_routes):
+                with pytest.raises(
+                    ValueError, match=r"gate_up: routes are .*wanted order \[T \* k"
+                ):
+                    layer(x, ends, wrong)
+            for wrong in (
+                weights[:, 0],
+                weights.flatten(),
+                weights.T,
+                weights[1:],
+                weights[..., :1],
+            ):
+                with pytest.raises(ValueError, match=r"gate_up: .* and weights \[T, k\]"):
+                    mlp(x, ends, (order, back), wrong)
+            for call in (mlp, torch.compile(mlp, backend="aot_eager")):
+                with pytest.raises(ValueError, match=r"gate_up: weights= of no routes; give"):
+                    call(x[tokens_of(order, back)], ends, weights=weights)

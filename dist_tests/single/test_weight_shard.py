@@ -472,6 +472,11 @@ def test_local_tensors_have_the_gradients_of_torch(mesh, plain: Tensor, stride: 
         assert type(local) is Tensor and local.data_ptr() == plain.data_ptr()
         gradients += torch.autograd.grad(local, weight, given)
     ours, expected = gradients
+    squared = torch_compat.to_local(weight).square().sum()
+    (first,) = torch.autograd.grad(squared, weight, create_graph=True)
+    assert first._spec == weight._spec
+    (second,) = torch.autograd.grad(first.to_local().square().sum(), weight)
+    assert_same_bytes(second.to_local(), 8 * plain, "gradient of a gradient")
     assert type(ours) is DTensor and ours._spec == expected._spec
     assert_same_bytes(ours.to_local(), given, "gradient")
     x = torch.ones(2, 48, requires_grad=True)

@@ -37,7 +37,7 @@ from .has_weight import HasWeight, plain_in_state_dict, register_weight, whole_s
 from .linear import EXPERT, Expert, Linear, ListedExpert
 from .passes import LOOSE, SCHEDULED, SHARED
 from .plan import PRODUCTS, GemmPlan, ladder_of
-from .routes import ALONE, Around, Routes, combine, dispatch, tokens_of
+from .routes import ALONE, Around, Routes, check_routes, combine, dispatch, tokens_of
 from .runtime import NO_HISTORIES
 from .training_steps import backward_dw, note_traced
 
@@ -265,8 +265,8 @@ class GroupedLinear(HasWeight):
         `_outside_graphs` lists: these run between graphs, and `fullgraph=True` is refused.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now
-        where they are on the host, else before an optimizer step or in a later call; and for x that
-        is codes.
+        where they are on the host, else before an optimizer step or in a later call; for routes of
+        other tokens; and for x that is codes.
         """
         if isinstance(x, QuantizedTensor):
             raise ValueError(
@@ -300,6 +300,7 @@ class GroupedLinear(HasWeight):
             raise_bad_splits()
         first, operand = self.first, self._operand(self.owners[0])
         rows = first.checked(x, operand[0]).reshape(-1, first.in_features)
+        check_routes(self._name, len(rows), routes)
         sizes = self._sizes(splits, routes[0] if routes else rows)
         plan, reason = (None, None) if is_traced else self._plan_of_one(rows)
         if routes and (plan is None or not reads_routes(plan, rows)):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import routing
+from ..ops import opaque, routing
 from ..tensor import torch_compat
 from .autograd import REFUSED
 
@@ -62,6 +62,36 @@ def sorted_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Routes]:
 def tokens_of(order: Tensor, back: Tensor) -> Tensor:
     """Return the token of each row."""
     return order // back.shape[1]
+
+
+def wrong_routes(tokens: int, routes: Routes, weights: Tensor | None = None) -> str | None:
+    """Return what is wrong with routes of so many tokens or their weights; None: nothing."""
+    if not len(routes):
+        return None if weights is None else "weights= of no routes; give routes=(order, back) too"
+    return _wrong_shapes(tokens, routes, weights)
+
+
+@opaque.eager_only  # graphs may have sizes that nobody knows
+def _wrong_shapes(tokens: int, routes: Routes, weights: Tensor | None) -> str | None:
+    routes = [routes] if isinstance(routes, Tensor) else [*routes]
+    operands = [*routes, *([] if weights is None else [weights])]
+    shapes, last = [[*t.shape] for t in operands], operands[-1]
+    k = last.shape[1] if last.dim() == 2 else 0
+    fits = shapes == [[tokens * k], [tokens, k], [tokens, k]][: len(operands)]
+    if len(routes) == 2 and fits and all(t.dtype is torch.int64 for t in routes):
+        return None
+    return (
+        f"routes are {[t.dtype for t in routes]} {shapes[: len(routes)]}, weights "
+        f"{shapes[len(routes) :]}, of {tokens} tokens; wanted order [T * k] and back [T, k], both "
+        "int64, and weights [T, k] or None"
+    )
+
+
+def check_routes(name: str, tokens: int, routes: Routes, weights: Tensor | None = None) -> None:
+    """Raise ValueError for routes of other tokens, or weights of other routes."""
+    wrong = wrong_routes(tokens, routes, weights)
+    if wrong is not None:
+        raise ValueError(f"{name}: {wrong}")
 
 
 def shares_of(weights: Tensor, order: Tensor) -> Tensor:

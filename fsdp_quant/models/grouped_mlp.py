@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..linear.grouped_linear import GroupedLinear, Splits
-from ..linear.routes import ALONE, Around, Routes, combine, shares_of
+from ..linear.routes import ALONE, Around, Routes, check_routes, combine, shares_of
 from ..ops.norm import ACTIVATIONS
 from ..ops.rng import own_name
 from ..recipe import Recipe
@@ -34,19 +34,21 @@ def multiplied(
     routes: Routes,
     weights: Tensor | None,
 ) -> Tensor:
-    """Return last(activation(first(x))) of two products, summed over the experts of each token.
+    """Return last(activation(first(x))) of two products: rows, or with weights the sum of each
+    token's.
 
     multiply:   multiply(i, rows, routes, around) is product i.
     is_swiglu:  the activation is `swiglu_of_halves`, but for roundings.
     """
     is_observed = any(map(torch_compat.has_hooks, products))  # hooks see values
     is_swiglu = is_swiglu and products[1].bias is None
+    summed = () if weights is None else routes
     fuses = is_swiglu and not is_observed
     result = multiply(0, x, routes, Around(True, routes, weights) if fuses else ALONE)
     y, hidden = result if fuses else (result, None)
-    around = Around(False, routes, weights)
+    around = Around(False, summed, weights)
     if hidden is not None:
-        around = Around(y, routes)
+        around = Around(y, summed)
     elif is_swiglu and products[0].fuses_swiglu(y):  # the bits of kernels
         hidden = swiglu_of_halves(y)
         if weights is not None:
@@ -55,7 +57,7 @@ def multiplied(
     else:
         hidden = activation(y)
     y = multiply(1, hidden, (), ALONE if is_observed else around)
-    return combine(y, routes[1], around.weights) if is_observed and routes else y
+    return combine(y, routes[1], around.weights) if is_observed and summed else y
 
 
 class GroupedMLP(nn.Module):
@@ -67,8 +69,10 @@ class GroupedMLP(nn.Module):
     writes them.
 
     Call: y [.., hidden_size] = mlp(x [.., hidden_size], splits), of rows sorted by expert, with
-    splits and routes of `fq.GroupedLinear`. With routes, y [T, hidden_size] is the sum of each
-    token's rows times weights [T, k] (None: 1). Under `ExpertParallel()` it is called alike.
+    splits and routes of `fq.GroupedLinear`. With weights [T, k] of the routes, y [T, hidden_size]
+    is the sum of each token's rows times these. Under `ExpertParallel()` it is called alike.
+
+    Raises ValueError for what `fq.GroupedLinear` refuses, and weights of other routes.
 
     >>> experts = fq.GroupedMLP(4, 64, 96, recipe=fq.recipes.mxfp8())
     >>> experts(torch.ones(10, 64), [3, 0, 5, 2]).shape
@@ -101,12 +105,11 @@ class GroupedMLP(nn.Module):
     def forward(
         self, x: Tensor, splits: Splits, routes: Routes = (), weights: Tensor | None = None
     ) -> Tensor:
-        if weights is not None and not routes:
-            raise ValueError("weights= of no routes; give routes=(order, back) too")
         products, rows = (self.gate_up, self.down), x.reshape(-1, x.shape[-1])
+        check_routes(self.gate_up._name, len(rows), routes, weights)
 
         def multiply(which: int, rows: Tensor, *of_call: Any) -> Any:
             return products[which](rows, splits, *of_call)
 
         y = multiplied(products, multiply, swiglu_of_halves, True, rows, routes, weights)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y if routes and weights is None else y.view(*x.shape[:-1], y.shape[-1])

@@ -6,6 +6,7 @@ what comes back.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -96,6 +97,13 @@ class ExpertDispatch:
     @torch_compat.never_compiled
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """(tokens of own experts, their splits, ..) of (this rank's tokens, splits, ..)."""
+        if len(args) != 2:  # routes by place, or tokens by name
+            named = {key: kwargs.pop(key) for key in OWN_ARGUMENTS if key in kwargs}
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+            own = {k: v for k, v in bound.arguments.items() if k in OWN_ARGUMENTS}
+            for key in own:
+                del bound.arguments[key]
+            args, kwargs = bound.args, bound.kwargs | own | named
         if len(args) < 2 or not isinstance(args[0], Tensor):
             raise ValueError(
                 f"{self.name}: call it with (tokens sorted by expert, splits), got {len(args)} "
@@ -103,13 +111,14 @@ class ExpertDispatch:
             )
         x, splits, *others = args
         routes, weights, meanwhile = (kwargs.get(key) for key in OWN_ARGUMENTS)
-        routes = routes or ()
-        if weights is not None and not routes:
-            raise ValueError(f"{self.name}: weights= of no routes; give routes=(order, back) too")
+        routes = () if routes is None else routes
         if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
             x = x.to(dtype)
         tokens, gradients = self.travel("input", x.dtype), self.travel("grad_output", x.dtype)
-        rows, options = as_rows(x), (f"{tokens}, {gradients}", self.experts, self.name, routes)
+        rows, options = (
+            as_rows(x),
+            (f"{tokens}, {gradients}", self.experts, self.name, routes, weights),
+        )
         route = route_tokens(splits, rows, self.group, *options)
 
         grad = torch.is_grad_enabled()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..linear.grouped import sizes_of
+from ..linear.routes import wrong_routes
 from ..ops.layout import rows_of_bytes
 from ..ops.reference import known
 from ..ops.routing import pack_rows, piece_orders, unpack_rows
@@ -153,6 +154,7 @@ def route_tokens(
     experts: int | None = None,
     name: str = "dispatch_tokens",
     routes: Sequence[Tensor] = (),
+    weights: Tensor | None = None,
 ) -> TokenRoute:
     """Return the route of x [M, K], whose rows are sorted by expert; every rank of `group` must
     call it.
@@ -162,7 +164,7 @@ def route_tokens(
               and the host reads all ranks': sizes of an uneven all-to-all are the host's.
     experts:  of all ranks; default: as many as splits has.
     travels:  text that must be the same on every rank, as must K and the dtype.
-    routes:   of x [T, K], as of `fq.GroupedLinear`; empty: x has the rows.
+    routes, weights:  of x [T, K], as of `fq.GroupedMLP`; empty: x has the rows.
 
     Raises ValueError on every rank, before any token moves: for experts that the ranks do not
     divide; where the route is read, for splits of one rank that are not of E experts or do not add
@@ -180,15 +182,11 @@ def route_tokens(
             f"{name}: the host reads how many tokens ranks send each other, which no CUDA graph "
             "captures; run this step eagerly, or capture what is around it"
         )
-    tokens = rows = x.shape[0]
-    fits = True
-    if routes:
-        order, back = routes
-        rows = order.numel()
-        fits = back.dim() == 2 and back.shape[0] == tokens and back.numel() == rows
+    wrong = wrong_routes(x.shape[0], routes, weights)
+    rows = routes[0].numel() if len(routes) and wrong is None else x.shape[0]
     text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype} {travels}"
     fact = zlib.crc32(text.encode()) << 31 | rows
-    sent = _sent(fact, splits if fits else (), experts, x.device)
+    sent = _sent(fact, splits if wrong is None else (), experts, x.device)
     received = sent
     if ranks > 1:
         received = sent.new_empty(ranks * (experts + 1))
@@ -207,9 +205,8 @@ def route_tokens(
                 f"{name}: the token splits {splits} of {rows} rows are not of {experts} experts, "
                 "or do not add up to its rows; give counts, none negative, that add up to the "
                 "input's rows, or a tensor of the row behind each expert's last"
-                if fits
-                else f"{name}: routes are {[list(t.shape) for t in routes]} of {tokens} "
-                "tokens; wanted order [T * k] and back [T, k]"
+                if wrong is None
+                else f"{name}: {wrong}"
             )
             agree({}, [group], error if is_wrong[rank] else None)
         if len({fact >> 31 for fact in facts}) > 1:
@@ -218,6 +215,8 @@ def route_tokens(
             agree({name: text}, [group], None, remedy, sentence)
         return Rows.of_rank(rank, ends)
 
+    if wrong is not None:  # before it reads tokens by them
+        read()
     return TokenRoute(group, x.device, read)
 
 

@@ -127,10 +127,15 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if grad is None or grad.stride() != ctx.strides:
-            return None if grad is None else _ToTorchTensor.backward(ctx, grad)[0]
-        # the spec is shared, as FSDP2's gradients share their parameters'
-        return DTensor(grad, ctx.dtensor_spec, requires_grad=grad.requires_grad)  # pyright: ignore
+        if grad is None:
+            return None
+        spec = ctx.dtensor_spec  # shared, as FSDP2's gradients share their parameters'
+        if grad.stride() != ctx.strides:
+            spec = _ToTorchTensor.backward(ctx, grad)[0]._spec  # pyright: ignore
+        if torch.is_grad_enabled():  # create_graph=True: torch up to 2.11 ends the graph here
+            meta = {"shape": spec.shape, "stride": spec.stride}
+            return DTensor.from_local(grad, spec.mesh, spec.placements, **meta)
+        return DTensor(grad, spec, requires_grad=grad.requires_grad)  # pyright: ignore
 
 
 @opaque.compiled_as(lambda parameter: parameter.to_local())
