@@ -101,7 +101,9 @@ def _sequence_dim(layout: Layout, dims: int) -> int | None:
 
 
 def _same(a: Layout, b: Layout, dims: int) -> bool:
-    return a.dim % dims == b.dim % dims if isinstance(a, Shard) and isinstance(b, Shard) else a == b
+    if isinstance(a, Shard) and isinstance(b, Shard):
+        return a.dim % dims == b.dim % dims
+    return a == b
 
 
 def multiply_shared(

@@ -69,9 +69,10 @@ def gated(program: Callable[..., Any], routes: Routes) -> Program:
 
     def of_h(x, weights, of_routes, dgrad) -> Differentiable:
         y, saves_x, buffers, of_y = program(x, weights, (), dgrad)
-        shares = y.new_ones(y.shape[:1], dtype=torch.float32)
         if of_routes:
-            shares = shares_of(of_routes[0], routes[0])
+            shares, back = shares_of(of_routes[0], routes[0]), routes[1]
+        else:
+            shares, back = y.new_ones(y.shape[:1], dtype=torch.float32), None
 
         def gradients(dh, x, buffers, weights, needs) -> Gradients:
             # a node that refers to [g, u] would keep it while hooks offload it
@@ -83,7 +84,6 @@ def gated(program: Callable[..., Any], routes: Routes) -> Program:
 
         # what is added to -0.0 stays as it is
         h = y.new_full((), -0.0).expand(y.shape[0], y.shape[1] // 2)
-        back = routes[1] if of_routes else None
         return h, saves_x, [*buffers, back, y, shares], gradients
 
     return of_h
@@ -127,8 +127,8 @@ def run_experts(
         x, swiglu = with_values(x, *swiglu), False
     program = experts(call.forward, call.backward, ends, routes, swiglu)
     if returns_h and fuses and not biases:
-        program, of_routes = gated(program, of_rows), () if of_routes is None else (of_routes,)
-        operands = *weights, *of_routes
+        program, operands = gated(program, of_rows), [*weights]
+        operands += [] if of_routes is None else [of_routes]
         h, *_, gate_and_up, shares = differentiated(program, x, len(weights), operands)
         return (gate_and_up, shares), h
     sums = bool(of_rows) and not returns_h

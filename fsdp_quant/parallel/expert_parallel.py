@@ -115,11 +115,8 @@ class ExpertDispatch:
         if (dtype := torch_compat.autocast_dtype(x.device)) is not None:
             x = x.to(dtype)
         tokens, gradients = self.travel("input", x.dtype), self.travel("grad_output", x.dtype)
-        rows, options = (
-            as_rows(x),
-            (f"{tokens}, {gradients}", self.experts, self.name, routes, weights),
-        )
-        route = route_tokens(splits, rows, self.group, *options)
+        options = f"{tokens}, {gradients}", self.experts, self.name, routes, weights
+        route = route_tokens(splits, rows := as_rows(x), self.group, *options)
 
         grad = torch.is_grad_enabled()
 
