@@ -72,8 +72,8 @@ def unfused(*slots: str):
         yield
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
-    assert got.keys() == want.keys() and len(want) >= 4
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str, count: int = 5) -> None:
+    assert got.keys() == want.keys() and len(want) == count
     for name, tensor in want.items():
         assert_same_bytes(got[name], tensor, f"{what}: {name}")
 
@@ -323,18 +323,19 @@ def test_a_grouped_mlp_quantizes_swiglu_as_it_computes_it(name: str, how: str):
     """If false, experts of one's own (of `ExpertParallel`, with rows and no routes) write SwiGLU
     and its gradient, in eager mode or in graphs; or have other bits."""
     torch.compiler.reset()
+    count = 5 if how == "weights" else 4
     with hopper.emulated() as operators:
         mlp = mlp_of(name)
         with observed(mlp):
             want = run_mlp(mlp, how)
         assert counts(operators) == (0, 0)
-        assert_same(run_mlp(mlp, how), want, "eager")
+        assert_same(run_mlp(mlp, how), want, "eager", count)
         assert counts(operators) == (1, 1)
         compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
-        assert_same(run_mlp(mlp, how, compiled), want, "compiled")
+        assert_same(run_mlp(mlp, how, compiled), want, "compiled", count)
         assert counts(operators) == (1, 1)
         with unfused("input"):
-            assert_same(run_mlp(mlp, how), want, "with values of h")
+            assert_same(run_mlp(mlp, how), want, "with values of h", count)
         counts(operators)
         empty = run_mlp(mlp, how, tokens=0)
         assert empty["y"].shape == (0, HIDDEN) and counts(operators) == (0, 0)
