@@ -124,8 +124,9 @@ class Advice:
                 + "  ".join(f"{n:14.2e}" for n in numbers)
             )
         labels = f"loss gap over {self.loss:.6g}", "gradient error"
-        for numbers in zip(labels, self.measured, self.predicted, self.budget):
-            lines.append("{}: {:.3g} measured, {:.3g} predicted, budget {:.3g}".format(*numbers))
+        for label, *of in zip(labels, self.measured, self.predicted, self.budget):
+            measured, predicted, budget = (f"{number:.3g}" for number in of)
+            lines.append(f"{label}: {measured} measured, {predicted} predicted, budget {budget}")
         lines.append(f"linear layers: {self.cost:.2f} of bf16's {self.unit}")
         return "\n".join([*lines, self.code])
 

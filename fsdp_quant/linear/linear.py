@@ -105,7 +105,7 @@ class Linear(BaseLinear):
             return self._forward(input, self.bias, handed, residual, scale)
         y, bias = self._forward(input, None, handed, residual, scale), self.bias
         if isinstance(bias, DTensor) and not isinstance(y, DTensor):
-            bias = bias.to_local()
+            bias = torch_compat.to_local(bias)
         return y, bias
 
     def _forward(

@@ -106,7 +106,8 @@ class GroupedMLP(nn.Module):
         self, x: Tensor, splits: Splits, routes: Routes = (), weights: Tensor | None = None
     ) -> Tensor:
         products, rows = (self.gate_up, self.down), x.reshape(-1, x.shape[-1])
-        check_routes(self.gate_up._name, len(rows), routes, weights)
+        if weights is not None:  # the product checks routes alone
+            check_routes(self.gate_up._name, len(rows), routes, weights)
 
         def multiply(which: int, rows: Tensor, *of_call: Any) -> Any:
             return products[which](rows, splits, *of_call)

@@ -290,8 +290,9 @@ def _new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
     elif is_low_precision:
         state["master"] = _beside(p, values_of(local).detach().float())
     dtype = group["moment_dtype"]
+    in_codes = dtype is torch.float8_e4m3fn and compact.takes_codes(p)
     for name in MOMENTS:
-        if dtype is torch.float8_e4m3fn and compact.takes_codes(p):
+        if in_codes:
             state[f"{name}_codes"] = zeros(torch.uint8)
             state[f"{name}_scale"] = zeros(torch.float32, compact.scale_shape)
         else:

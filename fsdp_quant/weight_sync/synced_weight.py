@@ -134,10 +134,11 @@ class SyncedWeight:
     def _values_are_fewer(self) -> bool:
         codes = sum(wire.nbytes for wire in self.wire_tensors.values())
         for encoding in self.quantizer.encodings.values():
-            cut = len(self.cuts.cut_block_rows(encoding)) * scale_count(
-                encoding, (1, self.shape[1])
-            )
-            reduced = scale_count(encoding, self.shape) if self.dense else cut
+            if self.dense:
+                reduced = scale_count(encoding, self.shape)
+            else:
+                across = scale_count(encoding, (1, self.shape[1]))
+                reduced = len(self.cuts.cut_block_rows(encoding)) * across
             codes += AMAX_BYTES * reduced if self.shards.ranks > 1 else 0
         return self.shards.numel * self.wire_dtype.itemsize < codes
 
