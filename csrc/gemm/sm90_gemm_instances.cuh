@@ -20,18 +20,18 @@ Kernel of_elements(bool a_e5m2, bool b_e5m2) {
   return {};
 }
 
-// Large: the shape of the 256-row tile.
+// Large: the shape of the 256-row tile; LargeOfK: in groups of K.
 template <class Large, Granularity kA, Granularity kB, GroupedDim kGrouped>
 Kernel of_tile(Tile tile, bool a_e5m2, bool b_e5m2) {
   return tile == Tile::k256x128x2 ? of_elements<Large, kA, kB, kGrouped>(a_e5m2, b_e5m2)
                                   : of_elements<Small, kA, kB, kGrouped>(a_e5m2, b_e5m2);
 }
 
-template <class Large, Granularity kA, Granularity kB>
+template <class Large, Granularity kA, Granularity kB, class LargeOfK = Large>
 Kernel of_grouped_dim(GroupedDim dim, Tile tile, bool a_e5m2, bool b_e5m2) {
   if (dim == GroupedDim::kNone) return {};
   return dim == GroupedDim::kM ? of_tile<Large, kA, kB, GroupedDim::kM>(tile, a_e5m2, b_e5m2)
-                           : of_tile<Large, kA, kB, GroupedDim::kK>(tile, a_e5m2, b_e5m2);
+                           : of_tile<LargeOfK, kA, kB, GroupedDim::kK>(tile, a_e5m2, b_e5m2);
 }
 
 }  // namespace fsdp_quant::sm90

@@ -18,8 +18,9 @@
 //   empty[stage]   1 arrival per math warp of the cluster, since a peer's load writes here too
 // Tails: TMA reads zeros beyond M, N, K; scales beyond M, N are not loaded, and outputs that they touch are not stored.
 //
-// Groups are tiled on the device. M-grouped: a group's tiles begin at its first row, and rows of the next group in its last
-// tile are not stored. K-grouped: every group has all tiles of its own out, over its own K.
+// Groups are tiled on the device. M-grouped: a group's tiles begin at its first row. In its last tile, waves and shares of the
+// next group's rows alone are neither multiplied nor loaded, and other rows of it are not stored. K-grouped: every group has
+// all tiles of its own out, over its own K.
 //
 // Measured on an H200. 256 x 128 tiles in clusters of 2 won on every large shape. k1x128 is bound by its two operations per
 // element: four stages and narrow staging gained 7 %, math groups that take turns to issue lost 6 %. Scales are no tensor
@@ -28,7 +29,13 @@
 // coalesced stores. fp32 additions in L2 gained 5 % over read-modify-write in threads. k1x512 is 8 to 12 % faster than
 // anchors of 128 through 1x128 scales; one row-scaled GEMM per 512 tokens, added in fp32, ran at .45 of bf16. Dense GEMMs
 // with 1x128 and 128x128 scales ran at .79 to 1.007 of cuBLASLt 13.0 and were removed.
+// Of 64 groups of about 1024 rows, a ninth of the tiles' rows belongs to no group: leaving out their waves, and all but
+// promoting between two waves, took 2 to 4 % off groups of rows; a fourth stage 1 % off groups of K. The limit is power: the
+// clock falls to 1.5 GHz. Clusters of 4 lost 4 to 8 % there (30 of them fit), bulk copies of rows of out 3 to 11 %, the next
+// tile's coordinates before out is stored up to 4 %.
 #pragma once
+
+#include <type_traits>
 
 #include "gemm/sm90_gemm_accumulators.cuh"
 
@@ -38,7 +45,10 @@ template <class S, Granularity kA, Granularity kB, bool kE5M2A, bool kE5M2B, Gro
 __device__ __forceinline__ void multiply(
     const Arguments& p, const Shared<S>& shared, int cluster, int clusters, int rank, int warp_group) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int group_row = warp_group * S::kWaves * kWaveRows, warp_row = group_row + warp * 16;
+  // Where rows may end inside a tile, math groups take turns at its waves: both have as few.
+  constexpr bool kEndsInside = kGrouped == GroupedDim::kM;
+  constexpr int kWaveStep = kEndsInside ? kMathWarpGroups * kWaveRows : kWaveRows;  // rows
+  const int group_row = warp_group * (kEndsInside ? kWaveRows : S::kWaves * kWaveRows), warp_row = group_row + warp * 16;
   const uint32_t staging = shared.base + S::kStagingAt + (warp_group * 4 + warp) * S::kStaged;
   const uint32_t b_scale_at = lane % 4 * 8;
   const auto release = [&](int stage) {
@@ -53,8 +63,9 @@ __device__ __forceinline__ void multiply(
 
   const int tiles = tiles_of<S, kGrouped>(p, shared);
   Ring<S::kStages> ring;
-  for (int t = cluster; t < tiles; t += clusters) {
-    const TileCoord at = tile_coord<S, kGrouped, kElements<kA>>(p, shared, t, rank);
+  for (int t = cluster, group = 0; t < tiles; t += clusters) {
+    const TileCoord at = tile_coord<S, kGrouped, kElements<kA>>(p, shared, t, rank, group);
+    group = at.group;
     if (kGrouped == GroupedDim::kK && at.k_blocks == 0 && p.accumulate) continue;
     constexpr bool kIs1x512 = kA == Granularity::k1x512;
     static_assert(kIs1x512 == (kB == Granularity::k1x512), "1x512 scales on both operands");
@@ -67,78 +78,113 @@ __device__ __forceinline__ void multiply(
                   : of_group + int64_t{min(at.n0, p.n - 1) / 128} * p.b_scale_ld;
     BlockScales block(of_line + at.k0, kHasBlock ? at.k_blocks : 0, lane);
     const uint32_t a_scale_at = (warp_row + lane / 4 + (kGrouped == GroupedDim::kM ? at.m0 & 3 : 0)) * 4;
+    // Factors of the thread's two rows of a wave.
+    const auto factors = [&](int stage, int w, float block_scale) {
+      float2 of_rows = {block_scale, block_scale};
+      if constexpr (kA == Granularity::k1x128 || kIs1x512) {
+        const uint32_t from = shared.a_scale(stage) + a_scale_at + w * kWaveStep * 4;
+        of_rows.x *= shared_at<const float>(from), of_rows.y *= shared_at<const float>(from + 32);
+      }
+      return of_rows;
+    };
+    // That have rows of the group: others are not multiplied.
+    const int waves = kEndsInside ? min((at.m - at.m0 - group_row + kWaveStep - 1) / kWaveStep, S::kWaves) : S::kWaves;
     float sum[S::kWaves][64];
 #pragma unroll
     for (int w = 0; w < S::kWaves; ++w)
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[w][i] = 0;
 
-    for (int kb = 0; kb < at.k_blocks; ++kb) {
-      const int stage = ring.stage;
-      const float block_scale = kHasBlock ? block.at(kb) : 1.0f;
-      const uint64_t b = ptx::wgmma_descriptor(shared.b(stage));
-      const uint32_t b_scales = shared.b_scale(stage) + b_scale_at;
-      // Column scales held in registers, read once for all waves.
-      constexpr int kHeld = S::kWaves == 1 ? 16 : kGrouped == GroupedDim::kNone ? 10 : 8;
-      float2 held[kHeld];
-      wait(shared.full(stage), ring.phase);
-      if constexpr (kA == Granularity::kBf16) {
-#pragma unroll
-        for (int w = 0; w < S::kWaves; ++w) ptx::pin(sum[w]);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int w = 0; w < S::kWaves; ++w) {
-          const uint64_t a = ptx::wgmma_descriptor(shared.a(stage) + (group_row + w * kWaveRows) * kBlockK);
-#pragma unroll
-          for (int k = 0; k < 4; ++k) ptx::wgmma_m64n128k16(sum[w], a + 2 * k, b + 2 * k, true);
-        }
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-#pragma unroll
-        for (int w = 0; w < S::kWaves; ++w) ptx::pin(sum[w]);
-        release(stage);
+    // Adds up the first kNow waves. Threads read factors, wait for the next stage and release the last one while the tensor
+    // core works; between two waves they promote alone.
+    const auto accumulate = [&](auto now) {
+      constexpr int kNow = decltype(now)::value;
+      if (at.k_blocks == 0) return;
+      wait(shared.full(ring.stage), ring.phase);
+      float block_scale = kHasBlock ? block.at(0) : 1.0f;
+      float2 of_rows = factors(ring.stage, 0, block_scale);
+      int last = 0;  // stage
+      for (int kb = 0; kb < at.k_blocks; ++kb) {
+        const int stage = ring.stage;
+        const uint64_t b = ptx::wgmma_descriptor(shared.b(stage));
+        const uint32_t b_scales = shared.b_scale(stage) + b_scale_at;
+        const auto a_of = [&](int w) { return ptx::wgmma_descriptor(shared.a(stage) + (group_row + w * kWaveStep) * kBlockK); };
         ring.advance();
-        continue;
-      }
-      bool is_far = false;
-      if constexpr (kIs1x512) {
-        const uint2 of_halves = shared_at<const uint2>(shared.is_far(stage));
-        is_far = (of_halves.x | of_halves.y) != 0;
-      }
+        const auto begin_next = [&] {
+          if (kb + 1 == at.k_blocks) return;
+          wait(shared.full(ring.stage), ring.phase);
+          if constexpr (kHasBlock) block_scale = block.at(kb + 1);
+        };
+        if constexpr (kA == Granularity::kBf16) {
 #pragma unroll
-      for (int w = 0; w < S::kWaves; ++w) {
-        const uint64_t a = ptx::wgmma_descriptor(shared.a(stage) + (group_row + w * kWaveRows) * kBlockK);
-        float low = block_scale, high = block_scale;
-        if constexpr (kA == Granularity::k1x128 || kIs1x512) {
-          const uint32_t from = shared.a_scale(stage) + a_scale_at + w * kWaveRows * 4;
-          low *= shared_at<const float>(from), high *= shared_at<const float>(from + 32);
-        }
-        float part[64];
-        ptx::pin(part);
-        ptx::wgmma_fence();
+          for (int w = 0; w < kNow; ++w) ptx::pin(sum[w]);
+          ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kBlockK / 32; ++k)  // descriptors count 16 bytes
-          ptx::wgmma_m64n128k32<kE5M2A, kE5M2B>(part, a + 2 * k, b + 2 * k, k > 0);
-        ptx::wgmma_commit();
-        if constexpr (kB == Granularity::k1x128) {
-          if (w == 0) {
+          for (int w = 0; w < kNow; ++w) {
 #pragma unroll
-            for (int j = 0; j < kHeld; ++j) held[j] = shared_at<const float2>(b_scales + 32 * j);
+            for (int k = 0; k < 4; ++k) ptx::wgmma_m64n128k16(sum[w], a_of(w) + 2 * k, b + 2 * k, true);
+          }
+          ptx::wgmma_commit();
+          if (kb > 0) release(last);
+          begin_next();
+          ptx::wgmma_wait<0>();
+#pragma unroll
+          for (int w = 0; w < kNow; ++w) ptx::pin(sum[w]);
+        } else {
+          // Column scales held in registers, read once for all waves.
+          constexpr int kHeld = S::kWaves == 1 ? 16 : kGrouped == GroupedDim::kNone ? 10 : 8;
+          float2 held[kHeld];
+          bool is_far = false;
+          if constexpr (kIs1x512) {
+            const uint2 of_halves = shared_at<const uint2>(shared.is_far(stage));
+            is_far = (of_halves.x | of_halves.y) != 0;
+          }
+#pragma unroll
+          for (int w = 0; w < kNow; ++w) {
+            float part[64];
+            ptx::pin(part);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kBlockK / 32; ++k)  // descriptors count 16 bytes
+              ptx::wgmma_m64n128k32<kE5M2A, kE5M2B>(part, a_of(w) + 2 * k, b + 2 * k, k > 0);
+            ptx::wgmma_commit();
+            if (w == 0 && kb > 0) release(last);
+            if constexpr (kB == Granularity::k1x128) {
+              if (w == 0) {
+#pragma unroll
+                for (int j = 0; j < kHeld; ++j) held[j] = shared_at<const float2>(b_scales + 32 * j);
+              }
+            }
+            if constexpr (kIs1x512) {
+              if (kb % kBlocksPer512 == 0) multiply_columns(sum[w], shared.b_scale(stage) + lane % 4 * 16);
+            }
+            const bool is_last = w == kNow - 1;
+            if (is_last) begin_next();
+            const float2 next = factors(is_last ? ring.stage : stage, is_last ? 0 : w + 1, block_scale);
+            ptx::wgmma_wait<0>();
+            ptx::pin(part);
+            if constexpr (kIs1x512) {
+              if (is_far) multiply_columns(part, shared.far_factors(stage) + lane % 4 * 16);
+            }
+            promote<kA, kB>(sum[w], part, of_rows.x, of_rows.y, b_scales, held);
+            of_rows = next;
+          }
+          if constexpr (kNow == 0) {
+            if (kb > 0) release(last);
+            begin_next();
           }
         }
-        if constexpr (kIs1x512) {
-          if (kb % kBlocksPer512 == 0) multiply_columns(sum[w], shared.b_scale(stage) + lane % 4 * 16);
-        }
-        ptx::wgmma_wait<0>();
-        ptx::pin(part);
-        if constexpr (kIs1x512) {
-          if (is_far) multiply_columns(part, shared.far_factors(stage) + lane % 4 * 16);
-        }
-        if (w == S::kWaves - 1 && kB != Granularity::k1x128) release(stage);
-        promote<kA, kB>(sum[w], part, low, high, b_scales, held);
+        last = stage;
       }
-      if constexpr (kB == Granularity::k1x128) release(stage);
-      ring.advance();
+      release(last);
+    };
+    static_assert(S::kWaves <= 2);
+    if (!kEndsInside || waves == S::kWaves) {
+      accumulate(std::integral_constant<int, S::kWaves>());
+    } else if (waves > 0) {
+      accumulate(std::integral_constant<int, 1>());
+    } else {
+      accumulate(std::integral_constant<int, 0>());
     }
     if constexpr (kIs1x512) {
       wait(shared.full(ring.stage), ring.phase);
@@ -150,7 +196,8 @@ __device__ __forceinline__ void multiply(
 
 #pragma unroll
     for (int w = 0; w < S::kWaves; ++w) {
-      const int row0 = at.m0 + warp_row + w * kWaveRows;
+      if (w >= waves) continue;
+      const int row0 = at.m0 + warp_row + w * kWaveStep;
       if (kGrouped != GroupedDim::kK || at.k_blocks > 0)  // the scale of an empty group need not be finite
         finish<kA, kB>(p, at, sum[w], row0 + lane / 4, at.n0 + lane % 4 * 2);
       p.bf16_out ? store<S, __nv_bfloat16>(p, at, sum[w], staging, row0, lane)

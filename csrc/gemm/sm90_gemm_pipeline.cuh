@@ -151,15 +151,15 @@ struct TileCoord {
   int k0, k_blocks;  // 128s of K
 };
 
+// group: of an earlier tile.
 template <class S, GroupedDim kGrouped, int kOfK = kBlockK>
-__device__ __forceinline__ TileCoord tile_coord(const Arguments& p, const Shared<S>& shared, int t, int rank) {
-  TileCoord at = {0, 0, p.m, 0, 0, p.k_blocks};
+__device__ __forceinline__ TileCoord tile_coord(const Arguments& p, const Shared<S>& shared, int t, int rank, int group) {
+  TileCoord at = {0, 0, p.m, group, 0, p.k_blocks};
   int m_tiles = p.m_tiles;
   if constexpr (kGrouped == GroupedDim::kM) {
     const int32_t* const row_tiles = shared.row_tiles();
     const int row_tile = t / p.n_tiles;
-    for (int step = kMostGroups / 2; step > 0; step /= 2)  // last group whose tiles do not begin later
-      if (at.group + step < p.groups && row_tiles[at.group + step] <= row_tile) at.group += step;
+    while (row_tiles[at.group + 1] <= row_tile) ++at.group;
     const int32_t* const offsets = shared.offsets() + at.group;
     m_tiles = row_tiles[at.group + 1] - row_tiles[at.group];
     t -= row_tiles[at.group] * p.n_tiles;
@@ -205,23 +205,27 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
   constexpr int kShare = S::kBlockM / S::kCluster;
   const int a_lines = (p.m + 3) & ~3, b_lines = (p.n + 3) & ~3, tiles = tiles_of<S, kGrouped>(p, shared);
   Ring<S::kStages> ring;
-  for (int t = cluster; t < tiles; t += clusters) {
-    const TileCoord at = tile_coord<S, kGrouped, kElements<kA>>(p, shared, t, rank);
+  for (int t = cluster, group = 0; t < tiles; t += clusters) {
+    const TileCoord at = tile_coord<S, kGrouped, kElements<kA>>(p, shared, t, rank, group);
+    group = at.group;
     const int a_line = kGrouped == GroupedDim::kM ? at.m0 & ~3 : at.m0;
     constexpr int kAScales = kGrouped == GroupedDim::kM ? S::kAScales : S::kBlockM;
     const uint32_t a_bytes = kA == Granularity::k1x128 || kA == Granularity::k1x512 ? 4 * min(kAScales, a_lines - a_line) : 0;
     const uint32_t b_bytes = kB == Granularity::k1x128 ? 4 * max(min(kBlockN, b_lines - at.n0), 0) : 0;
     const float* const b_scale = p.b_scale + (kGrouped == GroupedDim::kM ? at.group * p.b_scale_plane : 0) + at.n0;
     const int plane = kGrouped == GroupedDim::kM ? at.group : 0;  // of b
+    // Shares of a that have rows of the group. Others are not loaded.
+    const int shares = kGrouped == GroupedDim::kM ? min((at.m - at.m0 + kShare - 1) / kShare, S::kCluster) : S::kCluster;
+    const uint32_t bytes = shares * kShare * kBlockK + S::kBBytes + a_bytes + b_bytes;
     for (int kb = at.k0; kb < at.k0 + at.k_blocks; ++kb) {
       const int stage = ring.stage;
       const uint32_t full = shared.full(stage), a = shared.a(stage) + rank * kShare * kBlockK;
       wait(shared.empty(stage), ring.phase ^ 1);
-      ptx::mbarrier_expect(full, S::kStageBytes + a_bytes + b_bytes);
-      if constexpr (S::kCluster > 1)
-        ptx::copy_tile_multicast(a, &p.a, kb * kBlockK, at.m0 + rank * kShare, full, (1 << S::kCluster) - 1);
-      else
+      ptx::mbarrier_expect(full, bytes);
+      if constexpr (S::kCluster == 1)
         ptx::copy_tile(a, &p.a, kb * kBlockK, at.m0, full);
+      else if (rank < shares)
+        ptx::copy_tile_multicast(a, &p.a, kb * kBlockK, at.m0 + rank * kShare, full, (1 << S::kCluster) - 1);
       ptx::copy_tile(shared.b(stage), &p.b, kb * kBlockK, at.n0, plane, full);
       if constexpr (kA == Granularity::k1x128 || kA == Granularity::k1x512) {
         const int line = kA == Granularity::k1x512 ? kb / kBlocksPer512 : kb;
