@@ -134,7 +134,7 @@ __device__ __forceinline__ void multiply(
           // Column scales held in registers, read once for all waves.
           constexpr int kHeld = S::kWaves == 1 ? 16 : kGrouped == GroupedDim::kNone ? 10 : 8;
           float2 held[kHeld];
-          bool is_far = false;
+          [[maybe_unused]] bool is_far = false;
           if constexpr (kIs1x512) {
             const uint2 of_halves = shared_at<const uint2>(shared.is_far(stage));
             is_far = (of_halves.x | of_halves.y) != 0;
