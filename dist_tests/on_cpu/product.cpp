@@ -42,8 +42,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
 
 // numbers: grouped dim, groups, m, n, k, type and scaling of a and of b, type of out, whether it accumulates, processors,
 //          whether groups have scales of their own of a, and of b, type of the bias.
-// pointers: a, its scales, b, its scales, out, bias, alpha, offsets.
-// Returns rows of a tile, 0 for what is not supported, -1 where threads wait for ever.
+// pointers: a, its scales, b, its scales, out, bias, alpha, offsets, flag.
+// Returns rows of a tile, 0 for what is not supported, -1 where threads wait for ever, -2 for another fault.
 extern "C" int product(const int64_t* numbers, void* const* pointers, uint32_t given_seed) {
   using namespace fsdp_quant;
   const auto number = [&] { return *numbers++; };
@@ -60,11 +60,20 @@ extern "C" int product(const int64_t* numbers, void* const* pointers, uint32_t g
   const int64_t processors = number();
   grouping.a_scale_each = number(), grouping.b_scale_each = number();
   p.bias_type = static_cast<cudaDataType_t>(number());
-  grouping.offsets = static_cast<const int32_t*>(*pointers);
+  grouping.offsets = static_cast<const int32_t*>(*pointers++), grouping.flag = static_cast<int32_t*>(*pointers);
   grouping.b_plane = p.n * p.k, grouping.out_plane = p.m * p.n;
   if (const char* reason = sm90::unsupported_reason(p, grouping)) return std::printf("%s\n", reason), 0;
   const sm90::Schedule schedule = sm90::schedule_of(p, static_cast<int32_t>(processors), grouping);
-  seed = given_seed, ended = false;
+  seed = given_seed, ended = false, on_cpu::readable.clear();
+  const auto reads = [](const void* from, int64_t bytes) {
+    on_cpu::readable.emplace_back(static_cast<const uint8_t*>(from), from ? bytes : 0);
+  };
+  const bool each_b = grouping.b_scale_each || (grouping.dim == sm90::GroupedDim::kM && p.b.scaling > Scaling::kRow);
+  reads(p.a.scale, 4 * scale_numel(p.a.scaling, p.m, p.k) * (grouping.a_scale_each ? grouping.groups : 1));
+  reads(p.b.scale, 4 * scale_numel(p.b.scaling, p.n, p.k) * (each_b ? grouping.groups : 1));
+  reads(p.bias, p.n * grouping.groups * (p.bias_type == CUDA_R_32F ? 4 : 2)), reads(p.alpha, 4);
+  reads(grouping.offsets, 4 * (grouping.groups + 1));
   if (sm90::launch(p, grouping, schedule, nullptr) != cudaSuccess) return 0;
+  if (on_cpu::fault) return std::printf("%s\n", on_cpu::fault), std::fflush(stdout), -2;
   return !ended ? -1 : schedule.tile == sm90::Tile::k256x128x2 ? 256 : 128;
 }

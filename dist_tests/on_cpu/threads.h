@@ -31,11 +31,12 @@ struct Meeting {  // of all threads of a warp, block or cluster
 };
 
 struct Block {
-  int index, rank;
+  int index, rank, left;  // threads that have not ended
   Meeting* cluster;
   std::vector<Block*> peers;  // of the cluster, itself included
   Meeting all;
   std::vector<Meeting> warps;
+  std::vector<int64_t> held;  // by warp, until this round
   std::vector<uint8_t> memory;
   std::unordered_map<uint32_t, Barrier> barriers;
 };
@@ -55,6 +56,20 @@ inline ucontext_t scheduler;
 inline std::mt19937 dice;
 inline std::vector<std::function<void()>> copies;  // in flight
 inline std::function<void()> body;
+inline const char* fault;  // that a device would answer with an error or with other results
+
+inline void demand(bool holds, const char* otherwise) {
+  if (!holds && fault == nullptr) fault = otherwise;
+}
+
+inline std::vector<std::pair<const uint8_t*, size_t>> readable;  // global memory but for operands and out
+
+inline void demand_readable(const void* p, size_t bytes) {
+  const auto from = static_cast<const uint8_t*>(p);
+  bool any = false;
+  for (const auto& [begin, size] : readable) any |= from >= begin && from + bytes <= begin + size;
+  demand(any, "a read beyond the end of scales, biases or offsets");
+}
 
 inline void wait_until(std::function<bool()> ready) {
   current->ready = std::move(ready);
@@ -73,13 +88,14 @@ inline void meet(Meeting& at) {
 inline Meeting& warp() { return current->block->warps[current->thread / 32]; }
 
 inline void complete(Block* block, uint32_t barrier, int64_t bytes) {
-  Barrier& b = block->barriers.at(barrier);
+  demand(block->barriers.count(barrier), "a copy completes at a barrier before its block began");
+  Barrier& b = block->barriers[barrier];
   b.bytes -= bytes, b.advance();
 }
 
 // Run `threads` threads of each of `blocks` blocks in clusters. Returns false where none can go on.
 inline bool run(int blocks, int of_cluster, int threads, int bytes, uint32_t seed, std::function<void()> kernel) {
-  dice.seed(seed), body = std::move(kernel);
+  dice.seed(seed), body = std::move(kernel), fault = nullptr, copies.clear();
   std::vector<std::unique_ptr<Block>> all;
   std::vector<std::unique_ptr<Meeting>> clusters;
   std::vector<std::unique_ptr<Fiber>> fibers;
@@ -87,9 +103,9 @@ inline bool run(int blocks, int of_cluster, int threads, int bytes, uint32_t see
   std::unique_ptr<uint8_t[]> stacks(new uint8_t[size_t(blocks) * threads * kStack]);
   for (int i = 0; i < blocks; ++i) {
     if (i % of_cluster == 0) clusters.emplace_back(new Meeting{of_cluster * threads});
-    all.emplace_back(new Block{i, i % of_cluster, clusters.back().get(), {}, {threads}, {}, {}, {}});
+    all.emplace_back(new Block{i, i % of_cluster, threads, clusters.back().get(), {}, {threads}, {}, {}, {}, {}});
     Block& block = *all.back();
-    block.warps.assign(threads / 32, Meeting{32});
+    block.warps.assign(threads / 32, Meeting{32}), block.held.assign(threads / 32, dice() % 256);  // blocks begin apart
     block.memory.resize(bytes);
     for (uint8_t& byte : block.memory) byte = dice();
     for (int t = 0; t < threads; ++t) {
@@ -98,7 +114,7 @@ inline bool run(int blocks, int of_cluster, int threads, int bytes, uint32_t see
       getcontext(&context);
       context.uc_stack.ss_sp = stacks.get() + (fibers.size() - 1) * kStack, context.uc_stack.ss_size = kStack;
       context.uc_link = &scheduler;
-      makecontext(&context, +[] { body(), current->done = true; }, 0);
+      makecontext(&context, +[] { body(), current->done = true, --current->block->left; }, 0);
     }
   }
   for (auto& block : all)
@@ -106,14 +122,23 @@ inline bool run(int blocks, int of_cluster, int threads, int bytes, uint32_t see
       if (peer->cluster == block->cluster) block->peers.push_back(peer.get());
   std::vector<Fiber*> left;
   for (auto& fiber : fibers) left.push_back(fiber.get());
-  while (!left.empty()) {
+  const uint32_t between = 64u << 2 * (dice() % 4);  // copies, of visits to threads
+  for (int64_t round = 0; !left.empty(); ++round) {
     bool moved = false;
+    if (dice() % 8 == 0) {  // a warp falls behind the others
+      Block& block = *all[dice() % all.size()];
+      block.held[dice() % block.held.size()] = round + dice() % 64;
+    }
     std::shuffle(left.begin(), left.end(), dice);
     for (Fiber* fiber : left) {
-      if (!copies.empty() && dice() % 64 == 0) {
+      if (!copies.empty() && dice() % between == 0) {
         std::swap(copies[dice() % copies.size()], copies.back());
         const auto copy = std::move(copies.back());
         copies.pop_back(), copy(), moved = true;
+      }
+      if (fiber->block->held[fiber->thread / 32] > round) {
+        moved = true;
+        continue;
       }
       if (!fiber->ready()) continue;
       current = fiber, moved = true;
@@ -122,6 +147,7 @@ inline bool run(int blocks, int of_cluster, int threads, int bytes, uint32_t see
     left.erase(std::remove_if(left.begin(), left.end(), [](Fiber* f) { return f->done; }), left.end());
     if (!moved && copies.empty() && !left.empty()) return false;
   }
+  demand(copies.empty(), "a block ends before copies into it");
   return true;
 }
 
@@ -158,6 +184,13 @@ inline bool __any_sync(uint32_t, bool v) {
   return any;
 }
 template <class T>
-T __ldg(const T* p) { return *p; }
+T __ldg(const T* p) {
+  on_cpu::demand_readable(p, sizeof(T));
+  return *p;
+}
 
-inline void* __cvta_shared_to_generic(uint32_t address) { return on_cpu::current->block->memory.data() + address; }
+inline void* __cvta_shared_to_generic(uint32_t address) {
+  std::vector<uint8_t>& memory = on_cpu::current->block->memory;
+  on_cpu::demand(address < memory.size(), "an access beyond shared memory");
+  return memory.data() + address;
+}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The products of Hopper on a CPU: csrc's own schedules, kernels and barriers (dist_tests/on_cpu).
-Threads are fibers in random order; copies and products happen at any time that they may.
+Threads are fibers in random order; copies and products happen at any time that they may. Fences do
+nothing here: what a missing one allows is not seen (`kernels/sleeps.py` looks for it, on a GPU).
 
 Operands are small integers and scales powers of two: sums are exact in any order, and rounded once.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -36,22 +39,27 @@ TILES = {2: 256, 3: 128}  # of so many multiprocessors, at the sizes below
 SIZES = (1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320)
 ENDS = [0, *itertools.accumulate(SIZES)]
 UNWRITTEN = -(2.0**100)
+GUARD = 1 << 16  # elements before and after out
 DEPTH_ENDS = [0, 1280, 1280, 1408, 2000]
 
 
-def library(csrc: Path, into: Path) -> Callable[..., int]:
-    """`product` of dist_tests/on_cpu/product.cpp with the kernels of `csrc`."""
-    kernels = (csrc / "gemm").glob("sm90_*_gemm*.cu")
-    sources = [*kernels, csrc / "gemm" / "sm90_gemm.cpp", HERE / "product.cpp"]
-    command = [*build.cxx(), "-std=c++17", "-O2", "-fPIC", "-w", f"-I{HERE}", f"-I{csrc}", "-xc++"]
+def library(csrc: Path, into: Path, kernels: str = "sm90_*_gemm*.cu") -> Callable[..., int]:
+    """`product` of dist_tests/on_cpu/product.cpp with those kernels of `csrc`."""
+    sources = [
+        *(csrc / "gemm").glob(kernels),
+        csrc / "gemm" / "sm90_gemm.cpp",
+        HERE / "product.cpp",
+    ]
+    command = [*build.cxx(), "-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-w"]
+    command += [f"-I{HERE}", f"-I{csrc}", "-xc++", "-c"]
     started = [
-        subprocess.Popen([*command, "-c", str(s), "-o", str(into / f"{s.name}.o")]) for s in sources
+        subprocess.Popen([*command, str(s), "-o", str(into / f"{s.name}.o")]) for s in sources
     ]
     assert not any([process.wait() for process in started])
     objects = [str(into / f"{s.name}.o") for s in sources]
     made = str(into / "product.so")
     subprocess.run([*build.cxx(), "-shared", "-o", made, *objects], check=True)
-    return ctypes.CDLL(made).product
+    return ctypes.CDLL(made, os.RTLD_LAZY).product
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +100,16 @@ def check(
     types: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
     dtype: torch.dtype = BF16,
     accumulate: bool = False,
-    with_bias: bool = False,
+    bias_dtype: torch.dtype | None = None,
     seed: int = 0,
+    alpha: float | None = None,
+    far: bool = False,
 ) -> int:
     """Rows of the tile that a product took, whose result has the bits of the definition, and which
     wrote nothing else."""
     g, (m, n, k), groups = torch.Generator().manual_seed(seed), sizes, len(ends) - 1
+    last = m if dim == OF_ROWS else k
+    clamped = [*itertools.accumulate((min(end, last) for end in ends), max)]
     is_outer = scalings[0] <= ROW
     each = (
         dim == OF_DEPTH and is_outer or dim == OF_ROWS and scalings[0] == TENSOR,
@@ -107,35 +119,56 @@ def check(
         torch.randint(-2, 3, s, generator=g).double()
         for s in ((m, k), (groups, n, k) if dim == OF_ROWS else (n, k))
     )
+    if far:  # columns whose first 512 are zeros of a large scale
+        b[70:90, :512] = 0
     codes = [x.to(of) for x, of in zip((a, b), types)]
     (a_scale, of_a), (b_scale, of_b) = (
         scales(s, outer, k, groups if e else 1, g) for s, outer, e in zip(scalings, (m, n), each)
     )
-    bias = torch.randint(-5, 6, (groups, n), generator=g).to(BF16) if with_bias else None
-    out = torch.full((groups, m, n) if dim == OF_DEPTH else (m, n), UNWRITTEN, dtype=dtype)
+    if far:  # one view of scales serves the kernel and the definition
+        b_scale[0, 1:, 70:80] *= 2.0**-45
+        of_b[0, 70:80, 512:] *= 2.0**-45
+        b_scale[0, 2:, 80:90] *= 2.0**-45
+        of_b[0, 80:90, 1024:] *= 2.0**-45
+        b[80:90, 512:1024] = 0
+        codes[1] = b.to(types[1])
+    for e in range(groups if dim == OF_DEPTH and is_outer and scalings[0] else 0):
+        if clamped[e] == clamped[e + 1]:
+            a_scale[e] = torch.inf  # of no columns
+    bias = torch.randint(-5, 6, (groups, n), generator=g).to(bias_dtype) if bias_dtype else None
+    shape = (groups, m, n) if dim == OF_DEPTH else (m, n)
+    whole = torch.full((math.prod(shape) + 2 * GUARD,), UNWRITTEN, dtype=dtype)
+    out = whole[GUARD:-GUARD].view(shape)
     if accumulate:
-        out = torch.randint(-9, 10, out.shape, generator=g).to(dtype)
+        out.copy_(torch.randint(-9, 10, shape, generator=g))
     want = out.double()
-    for e, (start, end) in enumerate(itertools.pairwise(ends)):
+    for e, (start, end) in enumerate(itertools.pairwise(clamped)):
         x, y = of_a[e * each[0]].double(), of_b[e * each[1]].double()
         if dim == OF_DEPTH:
             part = (a * x)[:, start:end] @ (b * y)[:, start:end].mT
             want[e] = part + want[e] if accumulate else part
         else:
             part = (a * x)[start:end] @ ((b[e] if dim == OF_ROWS else b) * y).mT
-            want[start:end] = part + bias[e].double() if with_bias else part
-    offsets = torch.tensor(ends, dtype=torch.int32)
+            part = part * alpha if alpha else part
+            part = part + bias[e].double() if bias_dtype else part
+            want[start:end] = part + want[start:end] if accumulate else part
+    offsets, flag = torch.tensor(ends, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    of_alpha = torch.tensor([alpha]) if alpha else None
     numbers = [dim, groups, *sizes, TYPES.index(types[0]), scalings[0], TYPES.index(types[1])]
-    numbers += [scalings[1], TYPES.index(dtype), accumulate, processors, *each, TYPES.index(BF16)]
-    tensors = [codes[0], a_scale, codes[1], b_scale, out, bias, None, offsets]
+    numbers += [scalings[1], TYPES.index(dtype), accumulate, processors, *each]
+    numbers.append(TYPES.index(bias_dtype or BF16))
+    tensors = [codes[0], a_scale, codes[1], b_scale, out, bias, of_alpha, offsets, flag]
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     tile = product(
         (ctypes.c_int64 * len(numbers))(*numbers),
         (ctypes.c_void_p * len(pointers))(*pointers),
         seed,
     )
-    assert tile > 0, "no kernel" if tile == 0 else "threads wait for ever"
+    said = {0: "no kernel", -1: "threads wait for ever", -2: "a fault, printed above"}
+    assert tile > 0, said[tile]
     assert_same_bytes(out, want.to(dtype), f"{scalings} {types} to {dtype}, seed {seed}")
+    assert (whole[:GUARD] == UNWRITTEN).all() and (whole[-GUARD:] == UNWRITTEN).all(), "beyond out"
+    assert flag.item() == (dim != WHOLE and clamped != list(ends)), "the flag of offsets"
     return tile
 
 
@@ -149,7 +182,7 @@ def test_groups_of_rows_end_anywhere_in_a_tile(product, scalings, processors):
         assert TILES[processors] == check(
             product, OF_ROWS, scalings, ENDS, shape, processors, types, seed=seed
         )
-    check(product, OF_ROWS, scalings, ENDS, shape, processors, dtype=FP32, with_bias=True, seed=2)
+    check(product, OF_ROWS, scalings, ENDS, shape, processors, dtype=FP32, bias_dtype=BF16, seed=2)
 
 
 @pytest.mark.parametrize("processors", TILES)
@@ -176,6 +209,40 @@ def test_groups_of_values_and_runs_of_512(product, processors):
         check(product, *given, seed=seed)
 
 
+@pytest.mark.parametrize("processors", TILES)
+@pytest.mark.parametrize("scalings", GROUPED, ids=str)
+def test_offsets_of_any_order_and_number(product, scalings, processors):
+    """If false, tokens before the first expert are written, or a 33rd expert has others' tokens."""
+    sizes = itertools.islice(itertools.cycle((3, 0, 1, 130, 0, 2, 5)), 70)
+    ends = [*itertools.accumulate(sizes, initial=5)]
+    ends[40], ends[-1] = 7, ends[-1] + 1000
+    shape = max(ends[:-1]) + 9, 136, 16
+    added = {"dtype": FP32, "accumulate": True, "bias_dtype": FP32, "alpha": 0.5, "seed": 1}
+    check(product, OF_ROWS, scalings, ends, shape, processors)
+    check(product, OF_ROWS, scalings, ends[:8], shape, processors, **added)
+
+
+@pytest.mark.parametrize("processors, n, tile", [(4, 512, 256), (3, 264, 128)])
+@pytest.mark.parametrize("scalings", GROUPED[:2], ids=str)
+def test_bands_of_one_group(product, scalings, processors, n, tile):
+    """If false, a large expert's rows from 2048 on are of other tiles."""
+    assert tile == check(product, OF_ROWS, scalings, [1, 2302], (2304, n, 144), processors)
+
+
+@pytest.mark.parametrize("processors", TILES)
+def test_scales_beyond_the_first_32_of_a_line(product, processors):
+    """If false, codes beyond 4096 of K have the scales of others."""
+    check(product, OF_ROWS, GROUPED[0], [0, 1, 66], (66, 136, 4240), processors)
+    ends = [0, 0, 4224, 4240]
+    check(product, OF_DEPTH, (BY_128X128, BY_128), ends, (66, 136, 4240), processors)
+
+
+@pytest.mark.parametrize("processors", TILES)
+def test_runs_of_512_far_below_another(product, processors):
+    """If false, a column's small runs after a large one are lost or scaled twice."""
+    check(product, WHOLE, (BY_512, BY_512), [0, 200], (200, 240, 2000), processors, far=True)
+
+
 @pytest.mark.parametrize(
     "before, after, said",
     [
@@ -196,4 +263,5 @@ def test_faults_of_barriers_are_found(tmp_path, before, after, said):
     assert before in text
     kernel.write_text(text.replace(before, after))
     with pytest.raises(AssertionError, match=said):
-        check(library(csrc, tmp_path), OF_ROWS, GROUPED[0], ENDS, (ENDS[-1], 240, 656))
+        faulty = library(csrc, tmp_path, "sm90_fp8_grouped_gemm_1x128_128x128.cu")
+        check(faulty, OF_ROWS, GROUPED[0], ENDS, (ENDS[-1], 240, 656))
