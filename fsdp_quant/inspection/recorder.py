@@ -119,7 +119,7 @@ class Inspection:
         self._what_if = {} if what_if is None else plans_of(model, units, what_if)
         self._dump = None if dump is None else Dump(Path(dump))
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
-        self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
+        self._hooks = contextlib.ExitStack()  # removes the hooks of the sampled step
         self._eager = contextlib.ExitStack()  # entered in a sampled step
         self._faults: set[str] = set()  # what could not be measured, and was warned of
         # (layer, slot, of another recipe) -> its parts
@@ -209,9 +209,8 @@ class Inspection:
     def flush(self) -> None:
         """Copy the statistics of the sampled step, whose backward has run, to the host, and report
         them; else the next forward does."""
-        for undo in self._hooks:
-            undo()
-        self._hooks, latest = [], self.latest
+        self._hooks.close()
+        latest = self.latest
         if self._measured:
             self._observe("the sampled step", self._collect)
             if self._dump is not None:
@@ -246,7 +245,7 @@ class Inspection:
             hook = torch_compat.Observer(functools.partial(self._see, name, layers))
             # before hooks that change the output: those of expert parallelism send it back
             handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
-            self._hooks.append(handle.remove)
+            self._hooks.callback(handle.remove)
             weight_name = getattr(module, "source", "weight")
             for owner in dict.fromkeys((module, *layers)):
                 weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
@@ -254,7 +253,7 @@ class Inspection:
                     add = functools.partial(
                         self._observe, f"{name}: gradient of the weight", self._add_wgrad, name
                     )
-                    self._hooks.append(weight.register_post_accumulate_grad_hook(add).remove)
+                    self._hooks.callback(weight.register_post_accumulate_grad_hook(add).remove)
 
     def _see(self, name: str, layers: Sequence[Linear], *call) -> None:
         """Measure a module's call: its forward hook in a sampled step."""
