@@ -110,9 +110,8 @@ class Inspection:
         self.latest: tuple[int, Numbers] | None = None
         self.records: list[tuple[int, Numbers]] = []
         self._path = None if path is None else _of_rank(Path(path))
-        self._next = self._step = first_step
+        self._first = self._next = self._step = first_step
         self._sampled = -1
-        self._num_forwards = 0  # counted ones so far
         self.in_forward = False  # a sampled step's forward is running
         self._units = functools.partial(units_of, model, layers)
         units = self._units()
@@ -144,7 +143,7 @@ class Inspection:
         self.flush()
         if self._path is not None:
             self._observe("the receipt", self._write, "receipt", _in_json(asdict(receipt())))
-        if not self._num_forwards:
+        if self._next == self._first:
             kind, how = ("training", "in training mode and with gradients")
             if self.evaluation:
                 kind, how = ("evaluation", "in evaluation mode or without gradients")
@@ -188,7 +187,6 @@ class Inspection:
         if torch_compat.backward_is_running() or STEP.is_captured:
             return
         self.flush()
-        self._num_forwards += 1
         steps = steps_of(self.model)
         self._step = steps.number if steps.is_by_hand and trains else self._next
         self._next += 1
