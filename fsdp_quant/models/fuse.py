@@ -119,6 +119,7 @@ class MLPPattern(NamedTuple):
 
         kind:  of its linear layers.
         """
+        into_hidden = WIDTH, HIDDEN * (1 + self.is_packed)
         small: list[nn.Linear] = []
         for part in self.parts:
             layer = getattr(module, part, None)
@@ -126,7 +127,6 @@ class MLPPattern(NamedTuple):
                 raise ValueError(
                     f"{name}.{part} is {type(layer).__name__}; {self} wants an nn.Linear there"
                 )
-            into_hidden = WIDTH, HIDDEN * (1 + self.is_packed)
             shape = (HIDDEN, WIDTH) if part == self.down else into_hidden
             small.append(kind(*shape, layer.bias is not None, dtype=dtype))
         probe = copy.copy(module)
