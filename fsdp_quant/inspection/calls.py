@@ -38,9 +38,9 @@ def units_of(model: nn.Module, patterns: Selector | Iterable[Selector] | None = 
         return units
     names = [unit[0] for unit in units]
     modules = {n.replace("_orig_mod.", ""): m for n, m in model.named_modules()}
-    of_patterns = (selected("layers", p, names, modules) for p in selectors_of("layers", patterns))
-    wanted = {name for hits in of_patterns for name in hits}
-    return [unit for unit in units if unit[0] in wanted]
+    selectors = selectors_of("layers", patterns)
+    chosen = {name for s in selectors for name in selected("layers", s, names, modules)}
+    return [unit for unit in units if unit[0] in chosen]
 
 
 def plans_of(

@@ -17,13 +17,12 @@ from torch.nn.parameter import is_lazy
 from ..linear.grouped_linear import GroupedLinear
 from ..linear.linear import Linear
 from ..linear.plan import PRODUCTS, GemmPlan
-from ..models.convert import ids_of_embeddings
+from ..models.convert import OURS, ids_of_embeddings
 from ..models.fuse import fused_notes
 from ..models.multihead_attention import MultiheadAttention
 from ..models.packed_experts import are_sharded, kind_of
 from ..models.set_recipe import converted_units
 from ..models.steps import converted_modules
-from ..models.transposed_linear import TransposedLinear
 from ..ops.capability import Place, arch_of, place_of
 from ..ops.reference import known
 from ..parallel.expert_parallel import describe_experts
@@ -200,12 +199,12 @@ def load(path: str | Path) -> ModelPlan:
 def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
     """Return one sentence per difference from `old` to `new`; equal changes of several modules
     share one."""
-    before, after = ({(r.module, r.product): r for r in plan.gemms} for plan in (old, new))
+    before, after = ({(r.module, r.product): _described(r) for r in p.gemms} for p in (old, new))
     changes: dict[str, list[str]] = {}
     for module, product in dict.fromkeys([*before, *after]):
-        rows = [_described(gemms.get((module, product))) for gemms in (before, after)]
-        if rows[0] != rows[1]:
-            changes.setdefault(f"{product}: {' -> '.join(rows)}", []).append(module)
+        texts = [gemms.get((module, product), "none") for gemms in (before, after)]
+        if texts[0] != texts[1]:
+            changes.setdefault(f"{product}: {' -> '.join(texts)}", []).append(module)
     lines = [f"{change}  [{_counted(modules)}]" for change, modules in changes.items()]
     (f0, b0), (f1, b1) = (
         (plan.bytes_per_step(backward=False), plan.bytes_per_step(forward=False))
@@ -222,9 +221,7 @@ def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
     return lines + [f"now: {note}" for note in new.notes if note not in old.notes]
 
 
-def _described(row: GemmRow | None) -> str:
-    if row is None:
-        return "none"
+def _described(row: GemmRow) -> str:
     return f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
 
 
@@ -301,8 +298,7 @@ def plan(
             result.weight_bytes[f"{names[owner]}.{attribute}".lstrip(".")] = pair
             result.weight_elements += m.global_shape.numel()
         else:
-            forward, backward = result.other_bytes
-            result.other_bytes = forward + pair[0], backward + pair[1]
+            result.other_bytes = _summed([result.other_bytes, pair])
     if on is not None or tokens is not None:
         active = _experts_per_token(model) or 1
         result.memory = memory_of(model, managed, roots, active, runs, tokens)
@@ -337,24 +333,15 @@ def _traffic(
 ) -> Traffic:
     inside, between = links
     gather, in_16_bit, reduce = [0.0, 0.0], [0.0, 0.0], 0.0
-    groups: dict[int, tuple[bool, int]] = {}
-    for m in managed:
-        once, received = gathers_once(m, roots), (m.world_size - 1) / m.world_size
-        groups[id(m.group)] = once, m.copies
-        codes, plain = gathered_bytes(m, once), plain_bytes(m, once)
-        for i in range(2):
-            gather[i] += codes[i] * received / inside
-            in_16_bit[i] += plain[i] * received / inside
     for params in by_group(managed):
-        ranks, copies = params[0].world_size, params[0].copies
+        ranks, copies, once = params[0].world_size, params[0].copies, gathers_once(params[0], roots)
+        for seconds, size in (gather, gathered_bytes), (in_16_bit, plain_bytes):
+            forward, backward = _summed([size(m, once) for m in params])
+            seconds[0] += forward * (ranks - 1) / ranks / inside + latency
+            seconds[1] += backward * (ranks - 1) / ranks / inside + latency * (not once)
         to_shards, to_copies = reduced_bytes(params)
-        reduce += to_shards * (ranks - 1) / ranks / inside
-        reduce += to_copies * (copies - 1) / copies / between
-    for once, copies in groups.values():
-        for seconds in (gather, in_16_bit):
-            seconds[0] += latency
-            seconds[1] += latency * (not once)
-        reduce += latency * (1 + (copies > 1))
+        reduce += to_shards * (ranks - 1) / ranks / inside + latency
+        reduce += to_copies * (copies - 1) / copies / between + latency * (copies > 1)
     return Traffic(links, latency, (gather[0], gather[1]), (in_16_bit[0], in_16_bit[1]), reduce)
 
 
@@ -425,7 +412,7 @@ def _high_precision_notes(model: nn.Module) -> list[str]:
     quantized = {
         id(m._parameters.get(getattr(m, "source", "weight")))
         for m in model.modules()
-        if isinstance(m, (Linear, GroupedLinear, TransposedLinear))
+        if isinstance(m, OURS)
     }
     others: dict[str, list[tuple[str, float]]] = defaultdict(list)
     total = 0.0

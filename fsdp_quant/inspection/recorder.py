@@ -110,16 +110,15 @@ class Inspection:
         self.latest: tuple[int, Numbers] | None = None
         self.records: list[tuple[int, Numbers]] = []
         self._path = None if path is None else _of_rank(Path(path))
-        self._next = self._step = first_step
+        self._first = self._next = self._step = first_step
         self._sampled = -1
-        self._num_forwards = 0  # counted ones so far
         self.in_forward = False  # a sampled step's forward is running
         self._units = functools.partial(units_of, model, layers)
         units = self._units()
         self._what_if = {} if what_if is None else plans_of(model, units, what_if)
         self._dump = None if dump is None else Dump(Path(dump))
         self._undo: list[Callable[[], object]] = []  # remove the hooks of `start`
-        self._hooks: list[Callable[[], object]] = []  # remove the hooks of the sampled step
+        self._hooks = contextlib.ExitStack()  # removes the hooks of the sampled step
         self._eager = contextlib.ExitStack()  # entered in a sampled step
         self._faults: set[str] = set()  # what could not be measured, and was warned of
         # (layer, slot, of another recipe) -> its parts
@@ -144,7 +143,7 @@ class Inspection:
         self.flush()
         if self._path is not None:
             self._observe("the receipt", self._write, "receipt", _in_json(asdict(receipt())))
-        if not self._num_forwards:
+        if self._next == self._first:
             kind, how = ("training", "in training mode and with gradients")
             if self.evaluation:
                 kind, how = ("evaluation", "in evaluation mode or without gradients")
@@ -188,7 +187,6 @@ class Inspection:
         if torch_compat.backward_is_running() or STEP.is_captured:
             return
         self.flush()
-        self._num_forwards += 1
         steps = steps_of(self.model)
         self._step = steps.number if steps.is_by_hand and trains else self._next
         self._next += 1
@@ -209,9 +207,8 @@ class Inspection:
     def flush(self) -> None:
         """Copy the statistics of the sampled step, whose backward has run, to the host, and report
         them; else the next forward does."""
-        for undo in self._hooks:
-            undo()
-        self._hooks, latest = [], self.latest
+        self._hooks.close()
+        latest = self.latest
         if self._measured:
             self._observe("the sampled step", self._collect)
             if self._dump is not None:
@@ -246,7 +243,7 @@ class Inspection:
             hook = torch_compat.Observer(functools.partial(self._see, name, layers))
             # before hooks that change the output: those of expert parallelism send it back
             handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
-            self._hooks.append(handle.remove)
+            self._hooks.callback(handle.remove)
             weight_name = getattr(module, "source", "weight")
             for owner in dict.fromkeys((module, *layers)):
                 weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
@@ -254,7 +251,7 @@ class Inspection:
                     add = functools.partial(
                         self._observe, f"{name}: gradient of the weight", self._add_wgrad, name
                     )
-                    self._hooks.append(weight.register_post_accumulate_grad_hook(add).remove)
+                    self._hooks.callback(weight.register_post_accumulate_grad_hook(add).remove)
 
     def _see(self, name: str, layers: Sequence[Linear], *call) -> None:
         """Measure a module's call: its forward hook in a sampled step."""

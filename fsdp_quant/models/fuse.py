@@ -119,19 +119,16 @@ class MLPPattern(NamedTuple):
 
         kind:  of its linear layers.
         """
-        layers: list[nn.Linear] = []
+        into_hidden = WIDTH, HIDDEN * (1 + self.is_packed)
+        small: list[nn.Linear] = []
         for part in self.parts:
             layer = getattr(module, part, None)
             if not isinstance(layer, nn.Linear):
                 raise ValueError(
                     f"{name}.{part} is {type(layer).__name__}; {self} wants an nn.Linear there"
                 )
-            layers.append(layer)
-        shapes = [(WIDTH, HIDDEN * (1 + self.is_packed))] * (len(layers) - 1) + [(HIDDEN, WIDTH)]
-        small = [
-            kind(*shape, layer.bias is not None, dtype=dtype)
-            for shape, layer in zip(shapes, layers)
-        ]
+            shape = (HIDDEN, WIDTH) if part == self.down else into_hidden
+            small.append(kind(*shape, layer.bias is not None, dtype=dtype))
         probe = copy.copy(module)
         probe.__dict__["_modules"] = module._modules | dict(zip(self.parts, small))
         return probe, WIDTH, [p for layer in small for p in layer.parameters()]
@@ -374,7 +371,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
 def fused_notes(model: nn.Module) -> list[str]:
     """Return a line per kind of module that was fused, that has changed since, and that looks as if
     it could be fused, with the reason why it is not."""
-    fused, missed, changed = Counter(), Counter(), Counter()
+    fused, changed = Counter(), Counter()
     for module in model.modules():
         cls = type(module)
         changed_in, pattern = (getattr(cls, name, None) for name in ("_fq_changed", "fused_as"))
@@ -385,8 +382,8 @@ def fused_notes(model: nn.Module) -> list[str]:
             changed[cls.__name__, fact] += 1
         elif pattern is not None:
             fused[pattern.formula] += 1
-    for name, reason in recognized(model)[1].items():
-        missed[type(model.get_submodule(name)).__name__, reason] += 1
+    reasons = recognized(model)[1].items()
+    missed = Counter((type(model.get_submodule(name)).__name__, why) for name, why in reasons)
     return [
         *(f"fused: {formula}  [{count} modules]" for formula, count in fused.items()),
         *(
@@ -412,11 +409,10 @@ def _fused_class(cls: type[nn.Module], pattern: Pattern | InputPattern) -> type[
     def forward(self, *args, **kwargs):
         inputs = (*args, *kwargs.values())
         x = inputs[0] if len(inputs) == 1 else None
-        if torch_compat.dispatch_is_watched():
-            if recomputes and x is not None:
-                return recomputed(functools.partial(cls.forward, self), x)
-            return cls.forward(self, *args, **kwargs)
-        if changed(self) is not None:
+        is_watched = torch_compat.dispatch_is_watched()
+        if is_watched and recomputes and x is not None:
+            return recomputed(functools.partial(cls.forward, self), x)
+        if is_watched or changed(self) is not None:
             return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):

@@ -160,12 +160,11 @@ def _reads_of(module: nn.Module, kind: Kind, cls: type[nn.Module]) -> Reads:
 
 def _reason_against(module: nn.Module, kind: Kind, cls: type[nn.Module], reads: Reads) -> str:
     """Why the forward of `cls` is not `kind.forward`, but for roundings; "": it is."""
-    code = _eager_forward(cls)
 
     def prove() -> str:
         try:
             modes = itertools.product((torch.float32, torch.bfloat16), (True, False))
-            if all(_is_same(module, kind, cls, code, *mode) for mode in modes):
+            if all(_is_same(module, kind, cls, *mode) for mode in modes):
                 return ""
             return f"{cls.__name__}.forward computes something else than packed experts"
         except Exception as error:  # of the user's forward
@@ -218,12 +217,7 @@ class _Defined(nn.Module):
 
 
 def _is_same(
-    module: nn.Module,
-    kind: Kind,
-    cls: type[nn.Module],
-    code: Callable,
-    dtype: torch.dtype,
-    training: bool,
+    module: nn.Module, kind: Kind, cls: type[nn.Module], dtype: torch.dtype, training: bool
 ) -> bool:
     """The forward's operators are those of `kind.forward` on the same elements, in any order."""
     shapes = _shapes(module, kind)
@@ -270,7 +264,7 @@ def _is_same(
         with symbols:
             symbols.gradients = True
             with Unobserved(SHAPES):
-                y = code(probe_of(probe, cls, training), *inputs)
+                y = _eager_forward(cls)(probe_of(probe, cls, training), *inputs)
             symbols.gradients = False
             z = kind.forward(probe_of(plain, cls, training, tuple(products)), *inputs)
         return y.shape == z.shape and torch.equal(symbols.numbers_of(y), symbols.numbers_of(z))
@@ -318,14 +312,6 @@ def forget_products(module: nn.Module) -> None:
     for part in getattr(type(module), "packed_parts", ()):
         delattr(module, f"{part}_product")
     torch_compat.remove_state_hooks(module, (_plain_parts,))
-
-
-class _Quantized(nn.Module):
-    """What classes of `_class_of` have."""
-
-    converted_from: type[nn.Module]
-    packed_parts: tuple[str, ...]
-    packed_kind: Kind
 
 
 @opaque.eager_only  # graphs guard what `forward` reads
@@ -408,7 +394,7 @@ def _with_names_of(cls: type[nn.Module], forward: Callable) -> Callable:
     return forward if names == names_of_cls else named
 
 
-def _reduce(module: _Quantized, protocol: int) -> tuple:
+def _reduce(module: Any, protocol: int) -> tuple:
     _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
     *kind, swiglu = module.packed_kind  # of which the function may have no name
     return _blank, (module.converted_from, swiglu and swiglu[0], *kind), *state
@@ -469,7 +455,7 @@ def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor, *of_call:
     return torch.func.functional_call(product, parameters, (rows, ends, *of_call))
 
 
-def _plain_parts(module: _Quantized, state_dict: dict, prefix: str, local_metadata) -> None:
+def _plain_parts(module: Any, state_dict: dict, prefix: str, local_metadata) -> None:
     """Checkpoints hold plain weights, under the module's names."""
     for part in module.packed_parts:
         key = f"{prefix}{part}"

@@ -119,11 +119,11 @@ def give_recipes(
 ) -> None:
     """Let converted layers multiply by other recipes from now on."""
     modules = [(module, recipes[name]) for name, layers in units.items() for module in layers]
-    histories = [_planned_histories(module.runtime) for module, _ in modules]
+    histories = {module.runtime: _planned_histories(module.runtime) for module, _ in modules}
     for module, recipe in modules:
         module.runtime.set_recipe(recipe, module.weight.device)
         set_formats(module.runtime.weight_state, module.plan, managed)
-    _continue_histories([module.runtime for module, _ in modules], histories)
+    _continue_histories(histories)
     for module, _ in modules:
         module.prepare_graphs()
     torch_compat.expect_graphs()
@@ -139,14 +139,14 @@ def _planned_histories(runtime: LayerRuntime) -> _BySlot:
     return {slot: runtime.planned_histories(slot) for slot in QUANTIZED_TYPES}
 
 
-def _continue_histories(layers: Sequence[LayerRuntime], before: Sequence[_BySlot]) -> None:
+def _continue_histories(before: Mapping[LayerRuntime, _BySlot]) -> None:
     """Let the histories of new plans continue those of the plans before, and drop histories that
     only those had. Histories of other quantizers, in `fq.autocast`, stay."""
-    for layer, by_slot in zip(layers, before):
+    for layer, by_slot in before.items():
         for slot, histories in by_slot.items():
             layer.histories(layer.plan, slot, None, histories)
-    runtimes = _with_sharers(layers)
-    dropped = _histories_in(before) - _histories_in(map(_planned_histories, runtimes))
+    runtimes = _with_sharers(before)
+    dropped = _histories_in(before.values()) - _histories_in(map(_planned_histories, runtimes))
     for stored in (runtime.weight_state.histories for runtime in runtimes):
         for key in [key for key, history in stored.items() if history in dropped]:
             del stored[key]
@@ -156,7 +156,7 @@ def _histories_in(by_slots: Iterable[_BySlot]) -> set[AmaxHistory]:
     return {history for of in by_slots for sides in of.values() for history in sides.values()}
 
 
-def _with_sharers(layers: Sequence[LayerRuntime]) -> list[LayerRuntime]:
+def _with_sharers(layers: Collection[LayerRuntime]) -> list[LayerRuntime]:
     """Return the layers, and others that may record amaxes of the same inputs."""
     counted = dict.fromkeys(layer.steps or LOOSE.steps for layer in layers)
     others = (layer.runtime for steps in counted for layer in steps.layers)

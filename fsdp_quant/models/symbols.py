@@ -138,9 +138,8 @@ class Symbols(torch_compat.DispatchMode):
         return out
 
     def _check_gradients(self, func, tensors: list[Tensor]) -> None:
-        has_gradient = (t.requires_grad or not t.is_floating_point() for t in tensors)
-        pairs = zip(tensors, has_gradient)
-        if not torch.is_grad_enabled() or not all(g for t, g in pairs if self._has_symbols(t)):
+        symbols = (t for t in tensors if t.is_floating_point() and self._has_symbols(t))
+        if not torch.is_grad_enabled() or not all(t.requires_grad for t in symbols):
             raise Unproven(f"cuts gradients off, at {func}")
 
     def _result(

@@ -48,19 +48,18 @@ def unconvert(model: nn.Module) -> nn.Module:
         raise ValueError(f"fq.unconvert found nothing converted in {type(model).__name__}")
     for module in converted:
         _restore(module)
+    SCHEDULED.pop(model, None)
+    count_steps(model, False)
+    distrust_positions(model)
     for module in model.modules():
         CONVERTED.discard(module)
+        for name in ("_left_out", "_fq_proof", "_training_steps"):
+            vars(module).pop(name, None)
         if isinstance(module, nn.TransformerEncoderLayer):  # as its constructor says
             function = module.activation
             is_relu = function is F.relu or isinstance(function, nn.ReLU)
             is_gelu = function is F.gelu or isinstance(function, nn.GELU)
             module.activation_relu_or_gelu = 1 if is_relu else 2 if is_gelu else 0
-    SCHEDULED.pop(model, None)
-    count_steps(model, False)
-    distrust_positions(model)
-    for module in model.modules():
-        for name in ("_left_out", "_fq_proof", "_training_steps"):
-            vars(module).pop(name, None)
     return model
 
 

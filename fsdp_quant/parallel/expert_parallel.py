@@ -100,10 +100,8 @@ class ExpertDispatch:
         if len(args) != 2:  # routes by place, or tokens by name
             named = {key: kwargs.pop(key) for key in OWN_ARGUMENTS if key in kwargs}
             bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-            own = {k: v for k, v in bound.arguments.items() if k in OWN_ARGUMENTS}
-            for key in own:
-                del bound.arguments[key]
-            args, kwargs = bound.args, bound.kwargs | own | named
+            placed = {k: bound.arguments.pop(k) for k in OWN_ARGUMENTS if k in bound.arguments}
+            args, kwargs = bound.args, bound.kwargs | placed | named
         if len(args) < 2 or not isinstance(args[0], Tensor):
             raise ValueError(
                 f"{self.name}: call it with (tokens sorted by expert, splits), got {len(args)} "

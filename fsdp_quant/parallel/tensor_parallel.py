@@ -179,13 +179,12 @@ class PrepareModuleInput(styles.PrepareModuleInput):
             and desired_layout is not None
             and desired_layout.is_replicate()
         )
-        stays = is_gathered and not self.use_local_output
-        if is_gathered and not stays:
+        if is_gathered and self.use_local_output:
             ranks = 1 if isinstance(input, DTensor) else mesh.size()
             count_high_precision_gather(bytes_of(input) * ranks)
-        return super()._prepare_input_arg(
-            input, mesh, input_layout, input_layout if stays else desired_layout
-        )
+        elif is_gathered:
+            desired_layout = input_layout
+        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
 
 # Without DTensor #

@@ -14,6 +14,7 @@ FSDP2 allocates memory by a `ReduceScatter` of the user's, and then runs torch o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,31 +22,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.gradient_codes import GradientLayout
-from ..ops.reference import known
 from ..tensor import torch_compat
 
 _ATEN = torch.ops.aten
 Sent = tuple[GradientLayout, Tensor]
 
 
+@dataclass
 class Outgoing:
     """What one rank sends in one reduction.
 
     encode:  gradients -> (layout, codes uint8 [owners, layout.nbytes]).
+    sent:    what `encode` returned; None before FSDP2 copies the gradients.
     factor:  the sum is multiplied by it.
     """
 
-    def __init__(self, encode: Callable[[Sequence[Tensor]], Sent]):
-        self._encode, self.factor = encode, 1.0
-        self._sent: Sent | None = None
-
-    def fill(self, grads: Sequence[Tensor]) -> None:
-        self._sent = self._encode(grads)
-
-    @property
-    def sent(self) -> Sent:
-        """(layout, codes). Raises ValueError before `fill`."""
-        return known(self._sent, "the gradients")
+    encode: Callable[[Sequence[Tensor]], Sent]
+    sent: Sent | None = None
+    factor: float = 1.0
 
 
 class SendBuffer(Tensor):
@@ -73,7 +67,8 @@ class SendBuffer(Tensor):
             buffer, (rows, _) = args
             return cls((rows, buffer.numel() // rows), buffer.dtype, buffer.device, buffer.outgoing)
         if func is torch.ops.fsdp.chunk_cat.default:
-            kwargs["out"].outgoing.fill(args[0])
+            outgoing = kwargs["out"].outgoing
+            outgoing.sent = outgoing.encode(args[0])
             return None
         if func is _ATEN.div_.Tensor and isinstance(args[1], (int, float)):
             args[0].outgoing.factor /= args[1]

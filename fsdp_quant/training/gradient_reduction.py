@@ -21,6 +21,7 @@ from ..ops.gradient_codes import (
     encode_gradients,
     gradient_keys,
 )
+from ..ops.reference import known
 from ..ops.rng import tensor_id
 from ..tensor import torch_compat
 from ..tensor.agreement import axes_of, raises_on_all_ranks
@@ -103,7 +104,8 @@ class GradientReduction(torch_compat.ReduceScatter):
 
     def __init__(self, format: str):
         self.format = format
-        self._keys = {stage: _Keys(stage) for stage in ("shards", "replicas")}
+        self._counts: dict[tuple[str, torch.device], Tensor] = {}  # of reductions, by stage
+        self._idents: dict[tuple, Tensor] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that FSDP2 asks for: of the input first, then of the output."""
@@ -131,7 +133,7 @@ class GradientReduction(torch_compat.ReduceScatter):
             raise ValueError("gradients sent as codes are decoded after they came: async_op=False")
         outgoing: Outgoing = input_tensor.outgoing  # pyright: ignore[reportAttributeAccessIssue]
         factor = torch_compat.factor_of(op, group.size()) * outgoing.factor
-        layout, codes = outgoing.sent
+        layout, codes = known(outgoing.sent, "the gradients")
         received = self._exchange("shards", codes, group)
         decode_gradients(received, layout, values_of(output_tensor), factor)
 
@@ -139,8 +141,19 @@ class GradientReduction(torch_compat.ReduceScatter):
         self, stage: str, running: torch_compat.Reduction, ranks: int, grads: Sequence[Tensor]
     ) -> Sent:
         layout = _layout(tuple(tuple(g.shape) for g in grads), ranks, self.format)
-        keys = self._keys[stage].next(running, grads[0].device) if layout.is_stochastic else None
+        keys = self._keys(stage, running, grads[0].device) if layout.is_stochastic else None
         return layout, encode_gradients(grads, layout, keys)
+
+    def _keys(self, stage: str, running: torch_compat.Reduction, device: torch.device) -> Tensor:
+        """Random keys of the next reduction of these gradients in one stage, int64 [names, 5]."""
+        count, names = (stage, device), (stage, device, running.names)
+        if count not in self._counts:
+            self._counts[count] = STEP.new_count(device)
+        if names not in self._idents:
+            suffix = f"gradient {stage} {running.sender}"
+            ids = [tensor_id(f"{torch_compat.in_state_dict(n)} {suffix}") for n in running.names]
+            self._idents[names] = torch.tensor(ids, dtype=torch.int64, device=device)
+        return gradient_keys(STEP.on(device), self._idents[names], self._counts[count])
 
     def _exchange(self, stage: str, codes: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Piece w to rank w: returns those that all ranks sent to this one, in their order."""
@@ -190,25 +203,3 @@ def reduced_bytes(params: Sequence[torch_compat.ManagedParam]) -> tuple[int, int
     between = _layout(tuple((n,) for n in shards.numels), copies, comm.format)
     totals = sum(between.numels) * torch.bfloat16.itemsize
     return (shards.nbytes * ranks * (ranks > 1), (between.nbytes + totals) * copies * (copies > 1))
-
-
-class _Keys:
-    """Random keys of the gradients of one group of parameters, in one stage of their reduction."""
-
-    def __init__(self, stage: str):
-        self._stage = stage
-        self._counted: Tensor | None = None
-        self._idents: dict[tuple[str, ...], Tensor] = {}
-
-    def next(self, running: torch_compat.Reduction, device: torch.device) -> Tensor:
-        """int64 [names, 5] of the next reduction."""
-        if self._counted is None or self._counted.device != device:
-            self._counted, self._idents = STEP.new_count(device), {}
-        idents = self._idents.get(running.names)
-        if idents is None:
-            what = f"gradient {self._stage} {running.sender}"
-            names = map(torch_compat.in_state_dict, running.names)
-            ids = [tensor_id(f"{name} {what}") for name in names]
-            idents = torch.tensor(ids, dtype=torch.int64, device=device)
-            self._idents[running.names] = idents
-        return gradient_keys(STEP.on(device), idents, self._counted)

@@ -169,13 +169,6 @@ def _schedule_text(model: nn.Module) -> str | None:
     return " | ".join(sorted(s.fingerprint() for s in schedules_of(model).values())) or None
 
 
-def _moved(modules: Mapping[str, Linear], is_skipped: bool) -> str:
-    """Return JSON of module name -> GEMM -> rung, with the rank, and whether a step was
-    skipped."""
-    moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
-    return json.dumps(moved | {SAVED_BY: _rank()} | ({SKIPPED: True} if is_skipped else {}))
-
-
 def _rank() -> list[int]:
     """Return [rank, world size]."""
     return [dist.get_rank(), dist.get_world_size()] if dist.is_initialized() else [0, 1]
@@ -216,20 +209,23 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     codes:        weight name -> hash of its codes, the same for every world size
                   (`checkpoint.fingerprints`).
     histories:    of delayed scaling; those of activations and gradients are each rank's own.
-    moved:        products that the guard moved, the rank, if the step was skipped; each rank's own.
+    moved:        JSON of module name -> GEMM -> rung that the guard moved it to, the rank, and
+                  whether the step was skipped; each rank's own.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
     >>> sorted(fq.state_dict(model))
     ['codes', 'fingerprint', 'histories', 'moved', 'recipe', 'schedule', 'seed', 'step']
     """
     recipe, names = _recipe_text(model), layer_names(model)[-1 if old_names else 0]
-    steps = steps_of(model)
+    steps, histories = steps_of(model), {}
     modules = converted_modules(model, names)
-    histories = {
-        f"{name}.{side}": _saved_history(module, history)
-        for name, module in modules.items()
-        for side, history in histories_by_side(module).items()
-    }
+    for name, module in modules.items():
+        for side, history in histories_by_side(module).items():
+            histories[f"{name}.{side}"] = saved = history.state_dict()
+            if _is_of_codes(module, history):
+                saved["amaxes"][0] = 0  # a load encodes weights, and records their amaxes, again
+    moved: dict[str, object] = {n: m.plan.moved for n, m in modules.items() if m.plan.moved}
+    moved |= {SAVED_BY: _rank()} | ({SKIPPED: True} if steps.is_skipped else {})
     return {
         "step": steps.number,
         "seed": STEP.seed,
@@ -238,7 +234,7 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
         "fingerprint": fingerprint(model, names=names),
         "codes": _codes(model, names),
         "histories": histories,
-        "moved": _moved(modules, steps.is_skipped),
+        "moved": json.dumps(moved),
     }
 
 
@@ -472,15 +468,6 @@ def _sides_at(
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
     """Return whether it rolls where the optimizer encodes weights, not where a step begins."""
     return history.keep_when_skipped and module.runtime.weight_state.holds_codes
-
-
-def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
-    """Return the history for both kinds of parameters: a load encodes weights, and records their
-    amaxes, again."""
-    saved = history.state_dict()
-    if _is_of_codes(module, history):
-        saved["amaxes"][0] = 0
-    return saved
 
 
 def _restore(model: nn.Module, saved: _Saved) -> None:
