@@ -105,6 +105,18 @@ def test_experts_that_cannot_be_taken_over_are_refused():
     run_ranks(2, _sharded_first)
 
 
+def test_rules_of_a_recipe_reach_the_plan_of_packed_experts():
+    """If false, fq.plan does not say which experts a rule of the recipe changed."""
+    (note,) = (
+        note
+        for note in fq.plan(
+            converted("mixtral", fq.recipes.per_layer("mxfp8", {"*experts*": "nvfp4"}))
+        ).notes
+        if note.startswith("per_layer")
+    )
+    assert note.startswith("per_layer: '*experts*' is nvfp4  ["), note
+
+
 @pytest.mark.parametrize("family", laws.every_second(list(FAMILIES), 0))
 def test_experts_that_are_changed_later_are_the_modules_own(family: str, monkeypatch):
     """If false, another gate, limit or forward of experts has no effect, in eager mode or in

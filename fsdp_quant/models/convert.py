@@ -128,12 +128,12 @@ def convert(
         give_recipes(model, unchosen, recipes, managed)
     for name, module in progress(targets.items(), "fq.convert"):
         _make_quantized(module, recipes[name], plain[name])
-    note_rules(converted_units(model), recipe.at(steps_of(model).number))
     _leave_fast_paths(model)
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():
         fuse_forward(model.get_submodule(name), pattern)
+    note_rules(converted_units(model), recipe.at(steps_of(model).number))
     follow(model, recipe)
     CONVERTED.add(model)
     trust_counted_positions(model)
