@@ -164,6 +164,7 @@ class WeightSync:
 
     # A step #
 
+    @torch.no_grad()
     def cast_(self, masters: Sequence[Tensor], *, skip: Tensor | bool | None = None) -> None:
         """After an optimizer step: histories roll, amaxes are shared, this rank's elements are
         encoded into its segments.
@@ -183,9 +184,9 @@ class WeightSync:
             )
         masters = self._checked(masters)
         if skip is not None:
-            flag = torch.as_tensor(skip, dtype=torch.bool, device=self._device)
-            skip = flag.reshape(())
-        self._roll(skip)
+            skip = torch.as_tensor(skip, dtype=torch.bool, device=self._device).reshape(())
+        histories = {h for weight in self._weights for h in weight.state.histories.values()}
+        roll([history.to(self._device) for history in histories], skip)
         self._cast(masters, skip)
         self.applied += 1 if skip is None else ~skip
 
@@ -229,15 +230,6 @@ class WeightSync:
             return masters
         return [master.detach().reshape(-1) for master in masters]
 
-    @torch.no_grad()
-    def _roll(self, skip: Tensor | None) -> None:
-        """End the step of every history of these weights' layers; a skipped one drops amaxes of
-        activations and gradients."""
-        states = {w.state for w in self._weights}
-        histories = {h for state in states for h in state.histories.values()}
-        roll([history.to(self._device) for history in histories], skip)
-
-    @torch.no_grad()
     def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
         Work(self._channels).wait()
         if self._plan is None:
@@ -450,17 +442,15 @@ class WeightSync:
                 f"segments of {channel.segments.size}"
             )
             lines[-1] += "" if channel.codes is None else ", read where they are gathered"
-        reduced = len({d for w in self._weights for d in w.staged}) and (
-            "every amax" if self._dense else "amaxes of cut blocks"
-        )
+        reduced = "nothing"
+        if any(w.staged for w in self._weights):
+            reduced = "every amax" if self._dense else "amaxes of cut blocks"
         spans = any(w.spans_parts(e) for w in self._weights for e in w.quantizer.encodings.values())
         if spans and self._tensor_group is not None:
-            reduced = (
-                f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
-            )
+            reduced += f"; of whole tensors, over {self._tensor_group.size()} parts"
         why = self.unsupported_reason
         cast = "by kernels" if why is None else f"of covering rows, because {why}"
-        return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
+        return "\n".join([*lines, f"reduced at each cast: {reduced}", f"cast {cast}"])
 
     def __repr__(self) -> str:
         return (
