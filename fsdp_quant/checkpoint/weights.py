@@ -106,7 +106,7 @@ class LocalWeight:
 def prepared(model: nn.Module) -> list[LocalWeight]:
     """The quantized weights of a model, each once, with the statistics that encoding them needs.
     Every rank must call it."""
-    shards = [(w, Sharded(_rows(w), w.state, _cut_rows(w))) for w in quantized_weights(model)]
+    shards = [(w, _sharded(w)) for w in quantized_weights(model)]
     shared = [s for _, s in shards if s.managed is not None or s.state.spans_parts]
     reduce_statistics([s for s in shared if _only_codes(s.local) is None], {})
     weights = []
@@ -135,19 +135,12 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
     return weights
 
 
-def _cut_rows(weight: ModelWeight) -> ManagedParam | None:
-    """`fully_shard` of a weight, if its shards are rows or matrices of [.., N, K]."""
-    return None if _lies_transposed(weight) and not weight.state.packed else weight.managed
-
-
-def _lies_transposed(weight: ModelWeight) -> bool:
-    """Its values are [.., K, N]; codes of `fq.freeze` are [.., N, K]."""
-    return weight.is_transposed and not isinstance(weight.local, QuantizedTensor)
-
-
-def _rows(weight: ModelWeight) -> Tensor:
-    """This rank's local tensor as [.., N, K]."""
-    return weight.local.mT if _lies_transposed(weight) else weight.local
+def _sharded(weight: ModelWeight) -> Sharded:
+    """This rank's local tensor as [.., N, K]; managed if its shards are rows or matrices of it."""
+    local, managed = weight.local, weight.managed
+    if weight.is_transposed and not isinstance(local, QuantizedTensor):  # codes are [.., N, K]
+        local, managed = local.mT, managed if weight.state.packed else None
+    return Sharded(local, weight.state, managed)
 
 
 def _only_codes(local: Tensor) -> QuantizedTensor | None:

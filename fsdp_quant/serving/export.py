@@ -230,14 +230,13 @@ def exported(
 def _check_ranks(planned: list[list[Planned]]) -> None:
     """Raise ValueError on every rank if ranks hold different tensors, whose gathers would hang."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
-        return
     facts = {t.name: f"{list(t.shape)} {t.dtype}" for tensors in planned for t in tensors}
     remedy = (
         "give every rank one model and the same options (stages of a pipeline are exported from a "
         "model of all)"
     )
-    agree(facts, [world], None, remedy, "ranks would write other tensors")
+    groups = [] if world is None else [world]
+    agree(facts, groups, None, remedy, "ranks would write other tensors")
 
 
 def _check_values(parts: dict[Source, list[Part]]) -> None:

@@ -56,10 +56,7 @@ class LocalTensors:
         """Raise NotImplementedError, on every rank, unless `fully_shard` alone cuts the weights."""
         for source in checkpoint.parts:
             weights = [self._weights.get(layer._weight_state) for layer in source.layers]
-            is_transposed = source.transposed and bool(source.layers)
-            if is_transposed or any(
-                w is None or w.piece.state.tensor_group or w.experts for w in weights
-            ):
+            if any(w is None or w.piece.state.tensor_group or w.experts for w in weights):
                 raise NotImplementedError(
                     f"{source.name} is transposed or cut by tensor parallelism; sharded=True "
                     "streams weights that fully_shard alone cuts: use sharded=False"

@@ -106,8 +106,7 @@ class Writer:
         Raises ValueError for a folder that holds a checkpoint already, for two tensors of one name,
         and for a dtype that safetensors does not have.
         """
-        present = folder.glob("*.safetensors*") if folder.exists() else ()
-        taken = sorted(p.name for p in present if not p.name.startswith("."))
+        taken = sorted(p.name for p in folder.glob("[!.]*.safetensors*"))
         if taken:
             raise ValueError(
                 f"{folder} holds {taken[0]}; export to a folder without a checkpoint, or delete "
