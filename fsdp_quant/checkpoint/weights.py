@@ -4,21 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..formats import Direction
+from ..formats import Direction, ceil_div
 from ..scaling import RowCuts
 from ..storage import Placement, Storage
 from ..tensor.gathered_weight import cuts_and_rank
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
-from ..tensor.torch_compat import ManagedParam
+from ..tensor.torch_compat import ManagedParam, dtensor_like
 from ..tensor.weight_codes import WeightCodes
 from ..tensor.weight_state import Piece, WeightState, WeightTensor, encode_piece, values_of
 
@@ -167,19 +166,12 @@ def storage_tensors(storage: Storage, like: DTensor | None, rows: int) -> dict[s
         buffer, placements = storage.buffers()[name], like.placements
         shape = [rows, *buffer.shape[1:]] if name == "data" else list(buffer.shape)
         if name == "scale" and placement is not Placement.REPLICATE:
-            shape[0] = -(-rows // block_rows)
+            shape[0] = ceil_div(rows, block_rows)
         if placement is Placement.HALO:
             buffer = _whole_scale(buffer, storage.row0 // block_rows, shape, group)
         if placement is not Placement.SHARD:
-            placements = [Replicate()] * len(placements)
-        tensors[name] = DTensor.from_local(
-            buffer.contiguous(),
-            like.device_mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(prod(shape[i + 1 :]) for i in range(len(shape))),
-        )
+            placements = (Replicate(),) * len(placements)
+        tensors[name] = dtensor_like(like, buffer.contiguous(), shape, placements)
     return tensors
 
 

@@ -64,9 +64,7 @@ def tensors_of(
     storage:     compact rowwise codes [N, K]; on the meta device, tensors without values.
     input_amax:  largest magnitude of the layer's input, for a static scale; None: dynamic scales.
     """
-    data, scale, tensor_amax = storage.data, storage.scale, storage.tensor_amax
-    if scale is None:
-        raise ValueError(f"{storage.describe()} has no scales, which servers want")
+    data, scale, tensor_amax = storage.data, storage.scales, storage.tensor_amax
     rows = kind.rows_per_scale(storage.fmt)
     if rows > 1:
         first = storage.row0 % rows

@@ -133,8 +133,7 @@ def from_pretrained_quantized(
     stored: dict[Source, Stored] = {}
     for source in sources:
         for slices in (source.slices, source.matrices):
-            pairs = ((s, _tensors_of(s, files)) for s in slices)
-            stored[source] = [(s, tensors) for s, tensors in pairs if tensors]
+            stored[source] = [(s, tensors) for s in slices if (tensors := _tensors_of(s, files))]
             if stored[source]:
                 source.slices = slices
                 break

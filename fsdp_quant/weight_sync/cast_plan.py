@@ -17,6 +17,7 @@ equal encodings, and only changed pointers are copied to the device. Bytes equal
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -164,14 +165,9 @@ class _Group:
                 side = next(s for s in sides if s is not None)
                 if side.start == side.end:
                     continue
-                works = [
-                    [w << 2 * d for w in s.work(second)]
-                    for d, s in enumerate(sides)
-                    if s is not None
-                ]
-                work = torch.tensor(works, dtype=torch.int32, device="cpu").sum(
-                    0, dtype=torch.int32
-                )
+                row, col = ([] if s is None else s.work(second) for s in sides)
+                works = [r | c << 2 for r, c in itertools.zip_longest(row, col, fillvalue=0)]
+                work = torch.tensor(works, dtype=torch.int32, device="cpu")
                 rows, cols = _in_order(len(work), ceil_div(side.weight.shape[1], TILE))
                 tiles = torch.stack(
                     (torch.full_like(rows, index), rows + side.rows[0] // TILE, cols, work[rows]), 1
@@ -270,7 +266,7 @@ class CastPlan:
                 group = self._groups.setdefault(key, _Group(*key))
                 group.masters.append(index)
                 group.sides.append((row, col))
-                self._sides += [s for s in (row, col) if s is not None]
+                self._sides += sides.values()
         used = [0, 0, 0]
 
         def reserve(elements: int, among: int) -> int:

@@ -60,17 +60,15 @@ class WeightSync:
         self.generation, self.applied = 0, torch.zeros((), dtype=torch.int64, device=device)
         self._device, self._weights, self._dense = device, weights, dense
         self._ready = dict.fromkeys(Direction, 0)
-        by_serves: dict[frozenset[Direction], list] = {}
+        by_serves: dict[frozenset[Direction], dict] = {}
         for weight in weights:
-            for (direction, part), wire in weight.wire_tensors.items():
-                wires = by_serves.setdefault(weight.serves(direction), [])
-                wires.append(((weight.name, direction, part), wire))
+            for key, wire in weight.wire_tensors.items():
+                by_serves.setdefault(weight.serves(key[0]), {})[(weight.name, *key)] = wire
         self._channels = []
         for serves, wires in by_serves.items():
-            wires.sort(key=lambda entry: Segments.in_order(entry[1]))
-            segments = Segments(tuple(wire for _, wire in wires), self.world)
+            keys = sorted(wires, key=lambda key: Segments.in_order(wires[key]))
+            segments = Segments(tuple(wires[key] for key in keys), self.world)
             segment = torch.zeros(segments.size, dtype=torch.uint8, device=device)
-            keys = [key for key, _ in wires]
             self._channels.append(GatherBuffer(serves, keys, segments, segment))
         self._places = {key: (c, p) for c in self._channels for p, key in enumerate(c.keys)}
         self.unsupported_reason = CastPlan.unsupported_reason(weights, device)
@@ -182,7 +180,7 @@ class WeightSync:
                 "the first cast cannot be skipped, because there are no codes yet; call "
                 "refresh(masters) first"
             )
-        masters = self._checked(masters)
+        self._check(masters)
         if skip is not None:
             skip = torch.as_tensor(skip, dtype=torch.bool, device=self._device).reshape(())
         histories = {h for weight in self._weights for h in weight.state.histories.values()}
@@ -193,13 +191,14 @@ class WeightSync:
     @torch.no_grad()
     def refresh(self, masters: Sequence[Tensor]) -> None:
         """Cast, gather and finish outside a step: at the start, after a load, for an evaluation."""
-        self._cast(self._checked(masters), None)
+        self._check(masters)
+        self._cast(masters, None)
         self.gather()
         self.finish()
 
-    def _checked(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _check(self, masters: Sequence[Tensor]) -> None:
         if self._plan is not None and self._plan.knows(masters):
-            return masters
+            return
         if len(masters) != len(self._weights):
             raise ValueError(
                 f"wanted a master for each of {len(self._weights)} weights, got {len(masters)}"
@@ -226,9 +225,6 @@ class WeightSync:
                     f"{weight.name}: kernels cast masters of {native.PIECE_VALUES}, got "
                     f"{master.dtype}"
                 )
-        if self._plan is not None:
-            return masters
-        return [master.detach().reshape(-1) for master in masters]
 
     def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
         Work(self._channels).wait()
@@ -240,6 +236,7 @@ class WeightSync:
 
     def _cast_rows(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
         """Cast each piece as the rows that cover it, without kernels."""
+        masters = [master.detach().reshape(-1) for master in masters]
         pairs = [
             (weight, fragment)
             for weight, master in zip(self._weights, masters)
