@@ -45,9 +45,8 @@ def kind_in(target: str, fmt: Format, name: str, shape: tuple[int, int]) -> Kind
             f"{', '.join(held)}: give the layer one of them by fq.set_recipe, or export "
             "format='dequantized'"
         )
-    rows, cols = kind.multiples
-    if (target, kind.name) == ("modelopt", "block"):
-        rows = 128
+    rows = 128 if (target, kind.name) == ("modelopt", "block") else 1
+    cols = kind.format.block[1] or 1
     if shape[0] % rows or shape[1] % cols:
         raise ValueError(
             f"{name} is {list(shape)}, and servers read {fmt} of multiples of {[rows, cols]}; "

@@ -141,11 +141,10 @@ def _plain(source: Source, part: Part) -> list[Piece]:
     tensor = saved_plain(source.tensor, source.tensor.detach()).detach()
     offsets = [0] * tensor.dim()
     if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
         for axis, dim in _sharded_axes(tensor):
-            rows, ranks = tensor.shape[dim], tensor.device_mesh.size(axis)
-            offsets[dim] = min(
-                ceil_div(rows, ranks) * tensor.device_mesh.get_local_rank(axis), rows
-            )
+            rows = tensor.shape[dim]
+            offsets[dim] = min(ceil_div(rows, mesh.size(axis)) * mesh.get_local_rank(axis), rows)
         tensor = tensor.to_local()
     cut = _cut(tensor, offsets, part.slice)
     if cut is None or not (cut[0].numel() or 0 in part.shape):

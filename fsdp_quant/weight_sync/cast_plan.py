@@ -30,7 +30,7 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
 from ..ops import native
 from ..tensor import torch_compat
-from .synced_weight import SyncedWeight
+from .synced_weight import GatherBuffer, SyncedWeight
 
 TILE, CHUNK = native.TILE, 2048  # CHUNK: scales or values per thread block
 COLLECT, ENCODE = 1, 2  # a tile's work; of the columnwise side, shifted by two
@@ -237,7 +237,7 @@ class CastPlan:
 
     weights:  the weights of the sync, in its order.
     address:  (weight's name, direction, part) -> address of this rank's run of a wire tensor.
-    moved:    returns a value that changes whenever addresses do.
+    channels: whose segments hold these runs.
     """
 
     def __init__(
@@ -247,10 +247,10 @@ class CastPlan:
         dense: bool,
         device: torch.device,
         address: Callable[[str, Direction | None, str], int],
-        moved: Callable[[], object],
+        channels: Sequence[GatherBuffer],
     ):
         self._weights, self._rank, self._device = weights, rank, device
-        self._address, self._moved = address, moved
+        self._address, self._channels = address, channels
         self._groups: dict[tuple, _Group] = {}
         self._sides: list[_Side] = []
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -438,7 +438,7 @@ class CastPlan:
             for d in w.quantizer.delayed_directions
             if (h := w.history(d))
         ]
-        laid = self._moved(), histories
+        laid = [channel.segment.data_ptr() for channel in self._channels], histories
         if laid != self._laid:
             self._lay()
             self._laid, self._masters = laid, []

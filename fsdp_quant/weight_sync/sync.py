@@ -75,7 +75,7 @@ class WeightSync:
         self._plan = None
         if self.unsupported_reason is None:
             self._plan = CastPlan(
-                weights, self.rank, dense, device, self._run_address, self._segment_addresses
+                weights, self.rank, dense, device, self._run_address, self._channels
             )
         self._initial = [weight.weight.attach_sync(self) for weight in weights]
         for channel in self._channels:
@@ -84,9 +84,6 @@ class WeightSync:
     def _run_address(self, name: str, direction: Direction | None, part: str) -> int:
         channel, p = self._places[name, direction, part]
         return channel.segment.data_ptr() + channel.segments.offsets[self.rank][p]
-
-    def _segment_addresses(self) -> list[int]:
-        return [channel.segment.data_ptr() for channel in self._channels]
 
     @property
     def fingerprint(self) -> str:
