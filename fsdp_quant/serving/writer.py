@@ -192,7 +192,7 @@ class Writer:
         try:
             for name, tensor in () if self._failure else tensors:
                 self.write(name, tensor)
-        except Exception as error:
+        except Exception as error:  # the others are about to gather the next weight
             self._failure = error
 
     def write(self, name: str, tensor: Tensor) -> None:

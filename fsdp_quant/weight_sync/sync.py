@@ -179,7 +179,8 @@ class WeightSync:
             )
         self._check(masters)
         if skip is not None:
-            skip = torch.as_tensor(skip, dtype=torch.bool, device=self._device).reshape(())
+            flag = torch.as_tensor(skip, dtype=torch.bool, device=self._device)
+            skip = flag.reshape(())
         histories = {h for weight in self._weights for h in weight.state.histories.values()}
         roll([history.to(self._device) for history in histories], skip)
         self._cast(masters, skip)
