@@ -20,14 +20,10 @@ from .weights import prepared
 _CHUNK_WORDS = 1 << 22  # hashed at once
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
 def _mixed(x: Tensor) -> Tensor:
     """The finalizer of splitmix64, on int64."""
-    for shift, factor in ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB))):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * (factor - (1 << 64))  # signed
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 

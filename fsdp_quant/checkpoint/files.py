@@ -163,13 +163,11 @@ def load_safetensors(path: str | PathLike, device: str | torch.device = "cpu") -
     Raises ValueError, naming the tensor, for changed bytes, and for buffers that are missing or do
     not match the metadata of their weight. Raises ImportError without safetensors.
     """
-    tensors, metadata = read_checked(path)
-    rebuilt = rebuild_tensors(tensors, metadata, path)
-    return {name: tensor.to(device) for name, tensor in rebuilt.items()}
+    return {name: tensor.to(device) for name, tensor in read_checked(path).items()}
 
 
-def read_checked(path: str | PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, metadata). Raises ValueError if they do not match their digests."""
+def read_checked(path: str | PathLike) -> dict[str, Tensor]:
+    """The tensors and quantized weights of a file. Raises ValueError as `load_safetensors`."""
     with installed().safe_open(path, "pt", device="cpu") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -197,7 +195,7 @@ def read_checked(path: str | PathLike) -> tuple[dict[str, Tensor], dict[str, str
                     f"{path} {fault} {', '.join(sorted(names)[:5])}: the file is damaged; export "
                     "the model again"
                 )
-    return tensors, metadata
+    return _rebuilt(tensors, metadata, path)
 
 
 def parsed(text: object) -> object:
@@ -208,11 +206,11 @@ def parsed(text: object) -> object:
         return None
 
 
-def rebuild_tensors(
+def _rebuilt(
     tensors: dict[str, Tensor], metadata: dict[str, str], path: str | PathLike
 ) -> dict[str, Tensor]:
-    """The tensors and quantized weights of a file. Raises ValueError for buffers that the metadata
-    does not describe, and for ties to missing weights."""
+    """`read_checked`. Raises ValueError for buffers that the metadata does not describe, and for
+    ties to missing weights."""
     buffers: dict[str, dict[str, dict[str, Tensor]]] = {}
     loaded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

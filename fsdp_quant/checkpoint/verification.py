@@ -28,7 +28,7 @@ from ..scaling import DelayedScaling, RowCuts
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import Piece, WeightState
 from .code_hash import fingerprint
-from .files import installed, read_checked, rebuild_tensors
+from .files import installed, read_checked
 from .weights import LocalWeight
 
 # Keys next to the modules in "moved" of a saved state: [rank that saved it, of how many], and
@@ -94,8 +94,7 @@ def of_rank(state: dict, rank: int) -> dict:
 def _verify_file(path: Path, report: Verified) -> None:
     damaged = installed().SafetensorError
     try:
-        tensors, metadata = read_checked(path)
-        loaded = rebuild_tensors(tensors, metadata, path)
+        loaded = read_checked(path)
     except (ValueError, damaged) as error:
         report.problems.append(str(error))
         return
@@ -200,27 +199,23 @@ def _verify_state(
                     f"{name}: {place[2]} of the amax history of {place[1]} is negative or not "
                     "finite"
                 )
-    recipes_of_state, same, other = _recipes_in(text), 0, []
+    candidates = _recipes_in(text)
     codes = {place[1]: value for place, value in state.items() if place[0] == "codes"}
-    if not codes:
-        return rank, world
-    for weight, saved in codes.items() if recipes_of_state else ():
-        is_same = _reproduces(recipes_of_state, weight, saved, histories, values)
-        same += is_same is True
-        other += [weight] if is_same is False else []
-    if recipes_of_state:
-        report.lines.append(
-            f"  {name}: codes of {same} of {len(codes)} weights encoded again, and compared"
-        )
-    else:
+    if codes and not candidates:
         report.lines.append(
             f"  {name}: codes not compared, because no recipe of fq.recipes alone encoded them"
         )
-    if other:
-        report.problems.append(
-            f"{name}: the codes of {', '.join(other[:5])} are not those that were saved: the "
-            "weight, or its fingerprint, is damaged (or tensor parallelism cut its blocks)"
+    elif codes:
+        same = {w: _reproduces(candidates, w, codes[w], histories, values) for w in codes}
+        report.lines.append(
+            f"  {name}: codes of {[*same.values()].count(True)} of {len(codes)} weights encoded "
+            "again, and compared"
         )
+        if other := [weight for weight, is_same in same.items() if is_same is False]:
+            report.problems.append(
+                f"{name}: the codes of {', '.join(other[:5])} are not those that were saved: the "
+                "weight, or its fingerprint, is damaged (or tensor parallelism cut its blocks)"
+            )
     return rank, world
 
 

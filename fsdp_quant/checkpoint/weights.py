@@ -4,21 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..formats import Direction
+from ..formats import Direction, ceil_div
 from ..scaling import RowCuts
 from ..storage import Placement, Storage
 from ..tensor.gathered_weight import cuts_and_rank
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.root_statistics import Sharded, reduce_statistics
-from ..tensor.torch_compat import ManagedParam
+from ..tensor.torch_compat import ManagedParam, dtensor_like
 from ..tensor.weight_codes import WeightCodes
 from ..tensor.weight_state import Piece, WeightState, WeightTensor, encode_piece, values_of
 
@@ -106,7 +105,7 @@ class LocalWeight:
 def prepared(model: nn.Module) -> list[LocalWeight]:
     """The quantized weights of a model, each once, with the statistics that encoding them needs.
     Every rank must call it."""
-    shards = [(w, Sharded(_rows(w), w.state, _cut_rows(w))) for w in quantized_weights(model)]
+    shards = [(w, _sharded(w)) for w in quantized_weights(model)]
     shared = [s for _, s in shards if s.managed is not None or s.state.spans_parts]
     reduce_statistics([s for s in shared if _only_codes(s.local) is None], {})
     weights = []
@@ -135,19 +134,12 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
     return weights
 
 
-def _cut_rows(weight: ModelWeight) -> ManagedParam | None:
-    """`fully_shard` of a weight, if its shards are rows or matrices of [.., N, K]."""
-    return None if _lies_transposed(weight) and not weight.state.packed else weight.managed
-
-
-def _lies_transposed(weight: ModelWeight) -> bool:
-    """Its values are [.., K, N]; codes of `fq.freeze` are [.., N, K]."""
-    return weight.is_transposed and not isinstance(weight.local, QuantizedTensor)
-
-
-def _rows(weight: ModelWeight) -> Tensor:
-    """This rank's local tensor as [.., N, K]."""
-    return weight.local.mT if _lies_transposed(weight) else weight.local
+def _sharded(weight: ModelWeight) -> Sharded:
+    """This rank's local tensor as [.., N, K]; managed if its shards are rows or matrices of it."""
+    local, managed = weight.local, weight.managed
+    if weight.is_transposed and not isinstance(local, QuantizedTensor):  # codes are [.., N, K]
+        local, managed = local.mT, managed if weight.state.packed else None
+    return Sharded(local, weight.state, managed)
 
 
 def _only_codes(local: Tensor) -> QuantizedTensor | None:
@@ -174,19 +166,12 @@ def storage_tensors(storage: Storage, like: DTensor | None, rows: int) -> dict[s
         buffer, placements = storage.buffers()[name], like.placements
         shape = [rows, *buffer.shape[1:]] if name == "data" else list(buffer.shape)
         if name == "scale" and placement is not Placement.REPLICATE:
-            shape[0] = -(-rows // block_rows)
+            shape[0] = ceil_div(rows, block_rows)
         if placement is Placement.HALO:
             buffer = _whole_scale(buffer, storage.row0 // block_rows, shape, group)
         if placement is not Placement.SHARD:
-            placements = [Replicate()] * len(placements)
-        tensors[name] = DTensor.from_local(
-            buffer.contiguous(),
-            like.device_mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(prod(shape[i + 1 :]) for i in range(len(shape))),
-        )
+            placements = (Replicate(),) * len(placements)
+        tensors[name] = dtensor_like(like, buffer.contiguous(), shape, placements)
     return tensors
 
 

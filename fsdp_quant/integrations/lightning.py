@@ -48,9 +48,8 @@ class FabricPrecision(fabric.Precision):
         self.recipe, self.convert_options = recipe, convert_options
         self.precision = choice("32-true", "bf16-true", "bf16-mixed").read("precision", precision)
         self.allow_recipe_change = allow_recipe_change
-        self._plain = plain = fabric.Precision()
-        if precision == "bf16-true":
-            self._plain = plain = fabric.HalfPrecision("bf16-true")
+        plain = fabric.HalfPrecision(precision) if precision == "bf16-true" else fabric.Precision()
+        self._plain = plain
         self.tensor_init_context = plain.tensor_init_context
         self.module_init_context = plain.module_init_context
         self.convert_input, self.convert_output = plain.convert_input, plain.convert_output

@@ -188,16 +188,13 @@ def _ending(train: Callable) -> Callable:
     @functools.wraps(train)
     def train_and_end(trainer: Trainer, *args, **kwargs):
         all_of_them = trainer.callback_handler.callbacks
-        callbacks = [c for c in all_of_them if isinstance(c, Callback)]
         logs = [c for c in all_of_them if type(c).on_log is not TrainerCallback.on_log]
         on_console = Callback, PrinterCallback, ProgressCallback
-        for callback in callbacks:
-            callback._reporters = [c for c in logs if not isinstance(c, on_console)]
-        try:
+        with contextlib.ExitStack() as stack:
+            for callback in (c for c in all_of_them if isinstance(c, Callback)):
+                callback._reporters = [c for c in logs if not isinstance(c, on_console)]
+                stack.callback(callback.end)
             return train(trainer, *args, **kwargs)
-        finally:
-            for callback in callbacks:
-                callback.end()
 
     return train_and_end
 

@@ -55,11 +55,10 @@ def takes_codes(p: Tensor) -> bool:
         return False
     if not isinstance(p, DTensor):
         return True
-    ranks = {}
+    cut = {}  # ranks that cut each dim but the first
     for axis, placement in enumerate(p.placements):
-        dim = getattr(placement, "dim", 0)
-        ranks[dim] = ranks.get(dim, 1) * p.device_mesh.size(axis)
-    cut = {dim: n for dim, n in ranks.items() if dim != 0}
+        if dim := getattr(placement, "dim", 0):
+            cut[dim] = cut.get(dim, 1) * p.device_mesh.size(axis)
     return not cut or (cut.keys() == {1} and p.dim() == 2 and p.shape[1] % (BLOCK * cut[1]) == 0)
 
 

@@ -209,11 +209,8 @@ class FusedAdam(torch.optim.Optimizer):
             states = {i: _Saved(saved.get(i)) for group in groups for i in group["params"]}
             return {**state_dict, "state": states}
 
-        hook = self.register_load_state_dict_pre_hook(hide_states)  # behind those of others
-        try:
+        with self.register_load_state_dict_pre_hook(hide_states):  # behind those of others
             super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
 
     @torch.no_grad()
     def _load(self, saved: dict[Tensor, dict | None], groups: list[dict]) -> None:
@@ -488,11 +485,9 @@ def _update_all(
         else:
             _update_one(h, grad, scalars[row], grad_scale, found_inf)
     for group in by_kind.values():
-        group_grads, rows = [grad for _, grad, *_ in group], [row for _, _, row, _ in group]
+        _, grads, rows, _ = map(list, zip(*group))
         master, first, second, *rest = map(list, zip(*(h.stored for h, *_ in group)))
-        step = native.AdamStep(
-            master, group_grads, first, second, rows, scalars, grad_scale, found_inf
-        )
+        step = native.AdamStep(master, grads, first, second, rows, scalars, grad_scale, found_inf)
         fused = [(h.weight, o) for h, *_, o in group if h.weight is not None and o is not None]
         if fused:
             _update_and_encode(step, fused)

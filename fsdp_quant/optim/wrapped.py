@@ -219,16 +219,12 @@ class WithMasters(Optimizer):
     def _call(self, method: Callable[..., _T], *args, **kwargs) -> _T | WithMasters:
         """Call a method of the inner optimizer. If it stepped, this is a step for hooks too."""
         stepped: list[Optimizer] = []
-        hooks = [
-            optimizer.register_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
-            for optimizer in optimizers_inside(self.inner)
-        ]
-        try:
-            with self._entered(writes_all=True):
-                result = method(*args, **kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers_inside(self.inner):
+                hook = optimizer.register_step_post_hook(lambda inner, *_: stepped.append(inner))
+                stack.enter_context(hook)
+            stack.enter_context(self._entered(writes_all=True))
+            result = method(*args, **kwargs)
         if stepped:
             self._run_hooks()
         return self if result is self.inner else result

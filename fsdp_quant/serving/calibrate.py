@@ -74,19 +74,16 @@ def calibrate(
 @contextlib.contextmanager
 def _observed(model: nn.Module, amaxes: dict[int, Tensor]) -> Iterator[None]:
     """Measure the inputs of all layers, in evaluation mode and outside graphs."""
-    modes = {module: module.training for module in model.modules()}
     with contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for _, module, layers in units_of(model):
             hook = torch_compat.Observer(functools.partial(_measure, amaxes, layers))
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
+        yield
 
 
 def _measure(

@@ -41,21 +41,21 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(name)
-    config_groups, packings = {}, []
+    config_groups = {}
     for i, (scheme, names) in enumerate(groups.items()):
         weights, inputs = _arguments(scheme)
-        packings.append(scheme.kind.packing)
         config_groups[f"group_{i}"] = {
             "targets": ["Linear"] if len(groups) == 1 else names,
             "weights": weights,
             "input_activations": inputs,
             "output_activations": None,
-            "format": packings[-1],
+            "format": scheme.kind.packing,
         }
+    packings = {scheme.kind.packing for scheme in groups}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": packings[0] if len(set(packings)) == 1 else "mixed-precision",
+        "format": packings.pop() if len(packings) == 1 else "mixed-precision",
         "config_groups": config_groups,
         "ignore": ignore,
         "kv_cache_scheme": None,

@@ -116,17 +116,13 @@ def export(
     checkpoint = exported(model, format, dtype, input_amax, share_scales, names)
     files = list(in_buckets(checkpoint.planned, max_bytes, lambda planned: planned.nbytes))
     writer = _on_first_rank(lambda: Writer(Path(path), files, checkpoint.config))
-    failure = None
     try:
         for source in checkpoint.parts:
             weight = checkpoint.gathered(source)
-            try:
-                if writer is not None and failure is None:
-                    writer.write_all(checkpoint.tensors(source, weight))
-            except Exception as error:  # the others are about to gather the next weight
-                failure = error
+            if writer is not None:
+                writer.write_all(checkpoint.tensors(source, weight))
             del weight
-        _on_first_rank(lambda: _finish(writer, failure))
+        _on_first_rank(lambda: writer and writer.finish())
     except BaseException:
         if writer is not None:
             writer.abort()
@@ -229,15 +225,14 @@ def exported(
 
 def _check_ranks(planned: list[list[Planned]]) -> None:
     """Raise ValueError on every rank if ranks hold different tensors, whose gathers would hang."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
-        return
+    world = dist.group.WORLD
     facts = {t.name: f"{list(t.shape)} {t.dtype}" for tensors in planned for t in tensors}
     remedy = (
         "give every rank one model and the same options (stages of a pipeline are exported from a "
         "model of all)"
     )
-    agree(facts, [world], None, remedy, "ranks would write other tensors")
+    groups = [] if world is None else [world]
+    agree(facts, groups, None, remedy, "ranks would write other tensors")
 
 
 def _check_values(parts: dict[Source, list[Part]]) -> None:
@@ -274,13 +269,6 @@ def _on_first_rank(run: Callable[[], T]) -> T | None:
     if raised[0] is not None:
         raise raised[0]
     return result
-
-
-def _finish(writer: Writer | None, failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
-    if writer is not None:
-        writer.finish()
 
 
 # What is written #

@@ -24,10 +24,8 @@ class Kind:
     """A format as servers name it.
 
     format:      of the codes and scales in a file; scales are any numbers.
-    written:     formats of layers that are written so; of blocks with more rows, every scale is
-                 repeated per row.
-    multiples:   of N and K that servers accept.
     weights:     arguments of weights in compressed-tensors' words.
+    square:      format of square blocks that is written so too, every scale repeated per row.
     inputs:      arguments of inputs that are scaled dynamically, where they differ.
     packing:     `format` in compressed-tensors' words.
     algorithms:  `quant_algo` in modelopt's words (with static scales of inputs, else).
@@ -36,9 +34,8 @@ class Kind:
 
     name: str
     format: Format
-    written: tuple[str, ...]
-    multiples: tuple[int, int]
     weights: dict[str, Any]
+    square: Format | None = None
     inputs: dict[str, Any] | None = None
     packing: str = "float-quantized"
     algorithms: tuple[str | None, str] | None = None
@@ -100,8 +97,6 @@ KINDS = {
         Kind(
             "tensor",
             FORMATS["fp8_tensor"],
-            ("fp8_tensor",),
-            (1, 1),
             weights={"num_bits": 8, "strategy": "tensor"},
             inputs=_TOKEN,
             algorithms=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
@@ -109,8 +104,6 @@ KINDS = {
         Kind(
             "channel",
             FORMATS["fp8_row"],
-            ("fp8_row",),
-            (1, 1),
             weights={"num_bits": 8, "strategy": "channel"},
             inputs=_TOKEN,
             algorithms=(None, "FP8_PER_CHANNEL_PER_TOKEN"),
@@ -118,8 +111,6 @@ KINDS = {
         Kind(
             "block",
             format_of("fp8_128x128", pow2=False),
-            ("fp8_128x128",),
-            (1, 128),
             weights={"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
             inputs={"num_bits": 8, "strategy": "group", "group_size": 128},
             algorithms=(None, "FP8_PB_WO"),
@@ -128,9 +119,8 @@ KINDS = {
         Kind(
             "mxfp8",
             FORMATS["mxfp8"],
-            ("mxfp8", "mxfp8_32x32"),
-            (1, 32),
             weights=_groups(8, 32, "torch.uint8"),
+            square=FORMATS["mxfp8_32x32"],
             packing="mxfp8-quantized",
             algorithms=(None, "MXFP8"),
             fp8={"quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32]},
@@ -138,23 +128,22 @@ KINDS = {
         Kind(
             "mxfp4",
             FORMATS["mxfp4"],
-            ("mxfp4",),
-            (1, 32),
             weights=_groups(4, 32, "torch.uint8"),
             packing="mxfp4-pack-quantized",
         ),
         Kind(
             "nvfp4",
             FORMATS["nvfp4"],
-            ("nvfp4", "nvfp4_16x16"),
-            (1, 16),
             weights=_groups(4, 16, "torch.float8_e4m3fn", "tensor_group"),
+            square=FORMATS["nvfp4_16x16"],
             packing="nvfp4-pack-quantized",
             algorithms=("NVFP4", "W4A16_NVFP4"),
         ),
     )
 }
-_BY_DECODING = {FORMATS[name].decoding: kind for kind in KINDS.values() for name in kind.written}
+_BY_DECODING = {
+    fmt.decoding: kind for kind in KINDS.values() for fmt in (kind.format, kind.square) if fmt
+}
 
 
 def kind_of(fmt: Format) -> Kind | None:

@@ -45,9 +45,8 @@ def kind_in(target: str, fmt: Format, name: str, shape: tuple[int, int]) -> Kind
             f"{', '.join(held)}: give the layer one of them by fq.set_recipe, or export "
             "format='dequantized'"
         )
-    rows, cols = kind.multiples
-    if (target, kind.name) == ("modelopt", "block"):
-        rows = 128
+    rows = 128 if (target, kind.name) == ("modelopt", "block") else 1
+    cols = kind.format.block[1] or 1
     if shape[0] % rows or shape[1] % cols:
         raise ValueError(
             f"{name} is {list(shape)}, and servers read {fmt} of multiples of {[rows, cols]}; "
@@ -64,9 +63,7 @@ def tensors_of(
     storage:     compact rowwise codes [N, K]; on the meta device, tensors without values.
     input_amax:  largest magnitude of the layer's input, for a static scale; None: dynamic scales.
     """
-    data, scale, tensor_amax = storage.data, storage.scale, storage.tensor_amax
-    if scale is None:
-        raise ValueError(f"{storage.describe()} has no scales, which servers want")
+    data, scale, tensor_amax = storage.data, storage.scales, storage.tensor_amax
     rows = kind.rows_per_scale(storage.fmt)
     if rows > 1:
         first = storage.row0 % rows

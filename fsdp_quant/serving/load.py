@@ -66,10 +66,7 @@ class Files:
             if twice := self._file.keys() & set(opened.keys()):
                 raise ValueError(f"{min(twice)} is in two files of {path}, one of which is {file}")
             self._file |= dict.fromkeys(opened.keys(), opened)
-        self.names = set(self._file)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file
+        self.names = self._file.keys()
 
     def of(self, named: dict[str, str]) -> dict[str, Tensor]:
         """The tensors of these names, by the same keys."""
@@ -136,8 +133,7 @@ def from_pretrained_quantized(
     stored: dict[Source, Stored] = {}
     for source in sources:
         for slices in (source.slices, source.matrices):
-            pairs = ((s, _tensors_of(s, files)) for s in slices)
-            stored[source] = [(s, tensors) for s, tensors in pairs if tensors]
+            stored[source] = [(s, tensors) for s in slices if (tensors := _tensors_of(s, files))]
             if stored[source]:
                 source.slices = slices
                 break
@@ -164,12 +160,13 @@ def from_pretrained_quantized(
 def _tensors_of(piece: Slice, files: Files) -> dict[str, str]:
     """Names in the files by role: "weight" alone, or a quantized one's tensors; {}: not there."""
     name, layer = piece.name, piece.name.removesuffix(".weight")
-    if f"{name}_blocks" in files and f"{name}_scales" in files:
-        return {"blocks": f"{name}_blocks", "scales": f"{name}_scales"}
+    mxfp4 = {"blocks": f"{name}_blocks", "scales": f"{name}_scales"}
+    if files.names >= {*mxfp4.values()}:
+        return mxfp4
     if layer == name:
-        return {"weight": name} if name in files else {}
+        return {"weight": name} if name in files.names else {}
     named = {part: f"{layer}.{part}" for part in (*layouts.CODES, *layouts.SCALES)}
-    tensors = {part: name for part, name in named.items() if name in files}
+    tensors = {part: name for part, name in named.items() if name in files.names}
     return tensors if tensors.keys() & set(layouts.CODES) else {}
 
 
@@ -340,11 +337,8 @@ def _stacked_rows(parts: list[Storage]) -> Storage:
     first = parts[0]
     if len(parts) == 1:
         return first
-    fields = zip(*(part.buffers().items() for part in parts))
-    buffers = {of[0][0]: torch.cat([t for _, t in of]) for of in fields}
-    buffers |= {} if first.tensor_amax is None else {"tensor_amax": first.tensor_amax}
-    if first.scale is not None and first.fmt.dims(ROWWISE)[0] is None:
-        buffers["scale"] = first.scale
+    names = ["data", "scale"] if first.fmt.dims(ROWWISE)[0] is not None else ["data"]
+    buffers = {name: torch.cat([part.buffers()[name] for part in parts]) for name in names}
     return first.with_buffers(buffers, shape=(sum(p.shape[0] for p in parts), first.shape[1]))
 
 

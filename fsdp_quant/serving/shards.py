@@ -56,10 +56,7 @@ class LocalTensors:
         """Raise NotImplementedError, on every rank, unless `fully_shard` alone cuts the weights."""
         for source in checkpoint.parts:
             weights = [self._weights.get(layer._weight_state) for layer in source.layers]
-            is_transposed = source.transposed and bool(source.layers)
-            if is_transposed or any(
-                w is None or w.piece.state.tensor_group or w.experts for w in weights
-            ):
+            if any(w is None or w.piece.state.tensor_group or w.experts for w in weights):
                 raise NotImplementedError(
                     f"{source.name} is transposed or cut by tensor parallelism; sharded=True "
                     "streams weights that fully_shard alone cuts: use sharded=False"
@@ -144,11 +141,10 @@ def _plain(source: Source, part: Part) -> list[Piece]:
     tensor = saved_plain(source.tensor, source.tensor.detach()).detach()
     offsets = [0] * tensor.dim()
     if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
         for axis, dim in _sharded_axes(tensor):
-            rows, ranks = tensor.shape[dim], tensor.device_mesh.size(axis)
-            offsets[dim] = min(
-                ceil_div(rows, ranks) * tensor.device_mesh.get_local_rank(axis), rows
-            )
+            rows = tensor.shape[dim]
+            offsets[dim] = min(ceil_div(rows, mesh.size(axis)) * mesh.get_local_rank(axis), rows)
         tensor = tensor.to_local()
     cut = _cut(tensor, offsets, part.slice)
     if cut is None or not (cut[0].numel() or 0 in part.shape):

@@ -106,8 +106,7 @@ class Writer:
         Raises ValueError for a folder that holds a checkpoint already, for two tensors of one name,
         and for a dtype that safetensors does not have.
         """
-        present = folder.glob("*.safetensors*") if folder.exists() else ()
-        taken = sorted(p.name for p in present if not p.name.startswith("."))
+        taken = sorted(p.name for p in folder.glob("[!.]*.safetensors*"))
         if taken:
             raise ValueError(
                 f"{folder} holds {taken[0]}; export to a folder without a checkpoint, or delete "
@@ -126,6 +125,7 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
         # Names of files, in the order in which they appear.
         self._folder, self._names = folder, []
+        self._failure: Exception | None = None
         # By tensor: as planned, its file, and its first byte there.
         self._places: dict[str, tuple[Planned, Path, int]] = {}
         # By file: its header, and the digest of each tensor.
@@ -187,9 +187,13 @@ class Writer:
         return len(text).to_bytes(8, "little") + text
 
     def write_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write (name, tensor) pairs, and hold none of them afterwards."""
-        for name, tensor in tensors:
-            self.write(name, tensor)
+        """Write (name, tensor) pairs, and hold none of them afterwards. Nothing is written after a
+        failure, which `finish` raises."""
+        try:
+            for name, tensor in () if self._failure else tensors:
+                self.write(name, tensor)
+        except Exception as error:  # the others are about to gather the next weight
+            self._failure = error
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. Raises ValueError if it was planned otherwise or written before."""
@@ -208,6 +212,8 @@ class Writer:
 
     def finish(self) -> None:
         """Rename the files to their final names. Raises ValueError if a tensor is missing."""
+        if self._failure is not None:
+            raise self._failure
         if self._places:
             raise ValueError(f"{next(iter(self._places))} was planned and not written")
         for path in self._headers:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..formats import PACKINGS, ceil_div
 from ..ops import dispatch
-from ..ops.dispatch import Encoded, Statistics
+from ..ops.dispatch import Encoded
 from ..ops.layout import flat_bytes, pack, unpack
 from ..scaling import Fragment, share_statistics
 
@@ -36,9 +36,9 @@ from ..scaling import Fragment, share_statistics
 def cast_master_weights(
     fragments: Sequence[Fragment],
     group: dist.ProcessGroup | None,
-    factors: Sequence[Sequence[Tensor | None]] | None = None,
-    whole_scales: bool = False,
-    parts: dist.ProcessGroup | None = None,
+    factors: Sequence[Sequence[Tensor | None]],
+    whole_scales: bool,
+    parts: dist.ProcessGroup | None,
 ) -> list[list[Encoded]]:
     """Encode every (fragment, encoding), with at most one MAX all-reduce per group.
 
@@ -54,7 +54,6 @@ def cast_master_weights(
     Every rank of the groups must call it. Equal encodings share one launch.
     """
     shared = share_statistics(fragments, group, whole_scales, parts)
-    factors = factors or [[None] * len(f.encodings) for f in fragments]
     casts: dict[tuple[int, int], Encoded] = {}
     by_encoding: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
@@ -65,27 +64,25 @@ def cast_master_weights(
         equal = [fragments[f] for f, _ in places]
         encode_scales = [factors[f][e] for f, e in places]
         statistics = [shared[f][e] for f, e in places]
-        of_rows = [
-            Statistics(s.amax[f.block_rows(encoding)], s.tensor_amax)
-            if whole_scales and s is not None and s.amax is not None
-            else s
-            for s, f in zip(statistics, equal)
-        ]
         encoded = dispatch.multi_tensor_encode(
             [f.rows for f in equal],
             encoding,
-            of_rows,
+            [
+                s._replace(amax=s.amax[f.block_rows(encoding)])
+                if whole_scales and s is not None and s.amax is not None
+                else s
+                for s, f in zip(statistics, equal)
+            ],
             [f.row0 for f in equal],
             encode_scales,
             dtype,
         )
-        for i, (place, fragment) in enumerate(zip(places, equal)):
-            run = fragment.start, fragment.values.numel(), fragment.rows.shape[1]
-            codes = codes_of_run(encoded[i].data, encoding.fmt.bits, *run)
-            scale, amaxes = encoded[i].scale, statistics[i]
-            if whole_scales and amaxes is not None:
-                scale = dispatch.scales(amaxes, encoding, encode_scales[i])
-            casts[place] = encoded[i]._replace(data=codes, scale=scale)
+        for place, f, cast, s, factor in zip(places, equal, encoded, statistics, encode_scales):
+            run = f.start, f.values.numel(), f.rows.shape[1]
+            cast = cast._replace(data=codes_of_run(cast.data, encoding.fmt.bits, *run))
+            if whole_scales and s is not None:
+                cast = cast._replace(scale=dispatch.scales(s, encoding, factor))
+            casts[place] = cast
     return [
         [casts[f, e] for e in range(len(fragment.encodings))]
         for f, fragment in enumerate(fragments)

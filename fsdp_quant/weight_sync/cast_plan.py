@@ -17,6 +17,7 @@ equal encodings, and only changed pointers are copied to the device. Bytes equal
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
 from ..ops import native
 from ..tensor import torch_compat
-from .synced_weight import SyncedWeight
+from .synced_weight import GatherBuffer, SyncedWeight
 
 TILE, CHUNK = native.TILE, 2048  # CHUNK: scales or values per thread block
 COLLECT, ENCODE = 1, 2  # a tile's work; of the columnwise side, shifted by two
@@ -150,6 +151,8 @@ class _Group:
         self.masters: list[int] = []
         self.sides: list[tuple[_Side | None, _Side | None]] = []
         self.tiles: list[Tensor] = []  # int32 [tiles, 4], of both launches
+        # int64 [masters, ..], on the host, and on the device
+        self.rows = self.table = torch.empty(0, dtype=torch.int64, device="cpu")
         # None: the launch skips that side
         self.works: list[list[Encoding | None]] = [[row, col], [row, col]]
 
@@ -162,14 +165,9 @@ class _Group:
                 side = next(s for s in sides if s is not None)
                 if side.start == side.end:
                     continue
-                works = [
-                    [w << 2 * d for w in s.work(second)]
-                    for d, s in enumerate(sides)
-                    if s is not None
-                ]
-                work = torch.tensor(works, dtype=torch.int32, device="cpu").sum(
-                    0, dtype=torch.int32
-                )
+                row, col = ([] if s is None else s.work(second) for s in sides)
+                works = [r | c << 2 for r, c in itertools.zip_longest(row, col, fillvalue=0)]
+                work = torch.tensor(works, dtype=torch.int32, device="cpu")
                 rows, cols = _in_order(len(work), ceil_div(side.weight.shape[1], TILE))
                 tiles = torch.stack(
                     (torch.full_like(rows, index), rows + side.rows[0] // TILE, cols, work[rows]), 1
@@ -202,11 +200,11 @@ class _Runs:
     masters:    row -> index of the weight whose master it reads.
     """
 
-    encodings: list[Encoding] = field(default_factory=list)
+    encodings: list[Encoding]
     rows: list[list[int]] = field(default_factory=list)
     masters: dict[int, int] = field(default_factory=dict)
-    table: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
-    chunks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    table: Tensor = field(init=False)
+    chunks: Tensor = field(init=False)
 
     def add(
         self,
@@ -239,7 +237,7 @@ class CastPlan:
 
     weights:  the weights of the sync, in its order.
     address:  (weight's name, direction, part) -> address of this rank's run of a wire tensor.
-    moved:    returns a value that changes whenever addresses do.
+    channels: whose segments hold these runs.
     """
 
     def __init__(
@@ -249,10 +247,10 @@ class CastPlan:
         dense: bool,
         device: torch.device,
         address: Callable[[str, Direction | None, str], int],
-        moved: Callable[[], object],
+        channels: Sequence[GatherBuffer],
     ):
         self._weights, self._rank, self._device = weights, rank, device
-        self._address, self._moved = address, moved
+        self._address, self._channels = address, channels
         self._groups: dict[tuple, _Group] = {}
         self._sides: list[_Side] = []
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -268,7 +266,7 @@ class CastPlan:
                 group = self._groups.setdefault(key, _Group(*key))
                 group.masters.append(index)
                 group.sides.append((row, col))
-                self._sides += [s for s in (row, col) if s is not None]
+                self._sides += sides.values()
         used = [0, 0, 0]
 
         def reserve(elements: int, among: int) -> int:
@@ -286,8 +284,6 @@ class CastPlan:
         for group in self._groups.values():
             group.lay_tiles(device)
         self._runs: list[_Runs] = []
-        # rows on the host, and on the device
-        self._tables: list[tuple[_Group, Tensor, Tensor]] = []
         self._laid: object = None
         self._masters: list[weakref.ref] = []
         self._pointers: list[int] = []
@@ -372,16 +368,14 @@ class CastPlan:
         """Build the tables, without masters."""
         encodings = list(dict.fromkeys(s.encoding for s in self._sides))
         starts = range(0, max(len(encodings), 1), native.SCALE_SIDES)
-        self._tables = []
         self._runs = [_Runs(encodings[i : i + native.SCALE_SIDES]) for i in starts]
         for group in self._groups.values():
             rows = []
-            for index, sides in zip(group.masters, group.sides):
-                side = next(s for s in sides if s is not None)
-                head = [0, side.start, side.end, *_packed(*self._weights[index].shape, 0, 0)]
-                rows.append(head + self._side_row(sides[0]) + self._side_row(sides[1]))
-            table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-            self._tables.append((group, table, table))
+            for index, (row, col) in zip(group.masters, group.sides):
+                weight = self._weights[index]
+                head = [0, *weight.shards.run(self._rank), *_packed(*weight.shape, 0, 0)]
+                rows.append(head + self._side_row(row) + self._side_row(col))
+            group.rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
         for side in self._sides:
             self._lay_scales(side)
         for index, weight in enumerate(self._weights):
@@ -423,15 +417,14 @@ class CastPlan:
 
     def _point_at(self, masters: Sequence[Tensor]) -> None:
         """Write the masters' addresses into the tables, and copy the tables to the device."""
-        for i, (group, rows, _) in enumerate(self._tables):
+        for group in self._groups.values():
             for row, index in enumerate(group.masters):
-                master, side = masters[index], next(s for s in group.sides[row] if s is not None)
-                size, cols = master.element_size(), side.weight.shape[1]
-                first = master.data_ptr() - side.start * size
-                vectors = first % 16 == 0 and cols * size % 16 == 0
-                rows[row, 0] = first
-                rows[row, 4] = _packed(size == 2, vectors)[0]
-            self._tables[i] = group, rows, rows.to(self._device)
+                weight, size = self._weights[index], masters[index].element_size()
+                first = masters[index].data_ptr() - weight.shards.run(self._rank)[0] * size
+                vectors = first % 16 == 0 and weight.shape[1] * size % 16 == 0
+                group.rows[row, 0] = first
+                group.rows[row, 4] = _packed(size == 2, vectors)[0]
+            group.table = group.rows.to(self._device)
         for runs in self._runs:
             for row, index in runs.masters.items():
                 runs.rows[row][0] = masters[index].data_ptr()
@@ -445,7 +438,7 @@ class CastPlan:
             for d in w.quantizer.delayed_directions
             if (h := w.history(d))
         ]
-        laid = self._moved(), histories
+        laid = [channel.segment.data_ptr() for channel in self._channels], histories
         if laid != self._laid:
             self._lay()
             self._laid, self._masters = laid, []
@@ -478,13 +471,13 @@ class CastPlan:
                     dist.all_reduce(
                         self._arena[:shared].view(torch.int32), op=dist.ReduceOp.MAX, group=ranks
                     )
-            for weights, _, table in self._tables:
+            for weights in self._groups.values():
                 if len(weights.tiles[second]):
                     row, col = weights.works[second]
-                    native.cast_pieces(table, weights.tiles[second], row, col, second, skip)
+                    native.cast_pieces(weights.table, weights.tiles[second], row, col, second, skip)
         for runs in self._runs:
             native.cast_scales(runs.table, runs.chunks, runs.encodings, skip)
-        for weights, *_ in self._tables:
+        for weights in self._groups.values():
             for encoding in filter(None, weights.encodings):
                 detail = encoding.fmt.name, encoding.direction.value, "native"
                 counters.add("quantize", detail, len(weights.masters))

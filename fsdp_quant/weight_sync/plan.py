@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 import torch
 import torch.distributed as dist
@@ -54,19 +55,29 @@ def plan_weight_sync(
     """
     error: ValueError | TypeError | None = None
     weights: list[SyncedWeight] = []
-    dense = stats == "dense"
+    planned: set[str | int] = set()
+    world, dense = 1 if group is None else group.size(), stats == "dense"
     part = (0, 1) if tensor_group is None else (tensor_group.rank(), tensor_group.size())
     device = next(
         (part.device for item in items for part in item if isinstance(part, Tensor)),
         torch_compat.device_of(group),
     )
     try:
-        planned = [SyncItem(*item) for item in items]
-        params = _checked(planned, group, device, transport, stats, compute_dtype, part)
-        weights = [
-            SyncedWeight(item, param, transport, dense, part if item.is_part else (0, 1))
-            for item, param in zip(planned, params)
-        ]
+        if transport not in TRANSPORTS or stats not in STATISTICS:
+            raise ValueError(
+                f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got "
+                f"{transport!r} and {stats!r}"
+            )
+        for item in starmap(SyncItem, items):
+            weight = _checked(item, device, world, part, compute_dtype)
+            if planned & {id(weight.state), item.name}:
+                raise ValueError(
+                    f"{item.name}: the weight, or its name, is in the items twice; a tied weight "
+                    "is published once"
+                )
+            planned |= {id(weight.state), item.name}
+            item_part = part if item.is_part else (0, 1)
+            weights.append(SyncedWeight(item, weight, transport, dense, item_part))
     except (ValueError, TypeError) as caught:
         error = caught
     kernels = CastPlan.unsupported_reason(weights, device) or "with kernels"
@@ -90,42 +101,11 @@ def plan_weight_sync(
 
 
 def _checked(
-    items: list[SyncItem],
-    group: dist.ProcessGroup | None,
+    item: SyncItem,
     device: torch.device,
-    transport: str,
-    stats: str,
-    compute_dtype: torch.dtype | None,
+    world: int,
     part: tuple[int, int],
-) -> list[QuantizedWeight]:
-    """The parameters of the items. Raises ValueError, naming the weight, if one cannot be
-    planned."""
-    if transport not in TRANSPORTS or stats not in STATISTICS:
-        raise ValueError(
-            f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} "
-            f"and {stats!r}"
-        )
-    world, planned, params = 1 if group is None else group.size(), set(), []
-    for item in items:
-        weight = _checked_weight(item, device, world, part)
-        name, state = item.name, weight.state
-        if planned & {id(state), name}:
-            raise ValueError(
-                f"{name}: the weight, or its name, is in the items twice; a tied weight is "
-                "published once"
-            )
-        planned |= {id(state), name}
-        if state.compute_dtype != compute_dtype:
-            raise ValueError(
-                f"{name}: its recipe quantizes from {state.compute_dtype}, and "
-                f"compute_dtype={compute_dtype}; wanted one dtype"
-            )
-        params.append(weight)
-    return params
-
-
-def _checked_weight(
-    item: SyncItem, device: torch.device, world: int, part: tuple[int, int]
+    compute_dtype: torch.dtype | None,
 ) -> QuantizedWeight:
     """The parameter of an item. Raises ValueError, naming the weight, if it cannot be planned."""
     name, weight, shards, is_part = item
@@ -165,16 +145,22 @@ def _checked_weight(
             f"tensor ({formats}) they share; pass tensor_group=, the group of its layer"
         )
     for d, encoding in quantizer.encodings.items():
-        if encoding.fmt.rotated or quantizer.is_stochastic or encoding.fmt.chooses_by_error:
-            kind = "rounded stochastically"
-            if encoding.fmt.chooses_by_error:
-                kind = "scaled by errors of whole blocks, which two owners may share"
-            if encoding.fmt.rotated:
-                kind = "rotated, which mixes elements of two owners"
-            raise ValueError(
-                f"{name}.{d.value} is {quantizer}, {kind}; do so with activations and "
-                "gradients only"
-            )
+        by_error = "scaled by errors of whole blocks, which two owners may share"
+        for is_so, kind in (
+            (encoding.fmt.rotated, "rotated, which mixes elements of two owners"),
+            (encoding.fmt.chooses_by_error, by_error),
+            (quantizer.is_stochastic, "rounded stochastically"),
+        ):
+            if is_so:
+                raise ValueError(
+                    f"{name}.{d.value} is {quantizer}, {kind}; do so with activations and "
+                    "gradients only"
+                )
+    if state.compute_dtype != compute_dtype:
+        raise ValueError(
+            f"{name}: its recipe quantizes from {state.compute_dtype}, and "
+            f"compute_dtype={compute_dtype}; wanted one dtype"
+        )
     return weight
 
 

@@ -42,11 +42,7 @@ class ShardMap:
 
     def __post_init__(self):
         object.__setattr__(self, "cuts", tuple(map(int, self.cuts)))
-        if (
-            len(self.cuts) < 2
-            or self.cuts[0] != 0
-            or any(a > b for a, b in zip(self.cuts, self.cuts[1:]))
-        ):
+        if len(self.cuts) < 2 or self.cuts[0] != 0 or list(self.cuts) != sorted(self.cuts):
             raise ValueError(
                 "cuts must be ranks + 1 integers that start at 0 and never fall, so that every "
                 f"element has one owner; got {list(self.cuts)}"
@@ -99,11 +95,6 @@ class WireTensor:
         """[first, end) bytes that hold a rank's run."""
         start, end = self.map.run(rank)
         return (start * self.bits // 8, ceil_div(end * self.bits, 8)) if start < end else (0, 0)
-
-    def shares_first_byte(self, rank: int) -> bool:
-        """The run begins inside a byte whose other bits the previous rank sends."""
-        start, end = self.map.run(rank)
-        return start < end and start * self.bits % 8 != 0
 
 
 @dataclass(frozen=True)

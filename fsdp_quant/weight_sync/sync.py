@@ -60,24 +60,22 @@ class WeightSync:
         self.generation, self.applied = 0, torch.zeros((), dtype=torch.int64, device=device)
         self._device, self._weights, self._dense = device, weights, dense
         self._ready = dict.fromkeys(Direction, 0)
-        by_serves: dict[frozenset[Direction], list] = {}
+        by_serves: dict[frozenset[Direction], dict] = {}
         for weight in weights:
-            for (direction, part), wire in weight.wire_tensors.items():
-                wires = by_serves.setdefault(weight.serves(direction), [])
-                wires.append(((weight.name, direction, part), wire))
+            for key, wire in weight.wire_tensors.items():
+                by_serves.setdefault(weight.serves(key[0]), {})[(weight.name, *key)] = wire
         self._channels = []
         for serves, wires in by_serves.items():
-            wires.sort(key=lambda entry: Segments.in_order(entry[1]))
-            segments = Segments(tuple(wire for _, wire in wires), self.world)
+            keys = sorted(wires, key=lambda key: Segments.in_order(wires[key]))
+            segments = Segments(tuple(wires[key] for key in keys), self.world)
             segment = torch.zeros(segments.size, dtype=torch.uint8, device=device)
-            keys = [key for key, _ in wires]
             self._channels.append(GatherBuffer(serves, keys, segments, segment))
         self._places = {key: (c, p) for c in self._channels for p, key in enumerate(c.keys)}
         self.unsupported_reason = CastPlan.unsupported_reason(weights, device)
         self._plan = None
         if self.unsupported_reason is None:
             self._plan = CastPlan(
-                weights, self.rank, dense, device, self._run_address, self._segment_addresses
+                weights, self.rank, dense, device, self._run_address, self._channels
             )
         self._initial = [weight.weight.attach_sync(self) for weight in weights]
         for channel in self._channels:
@@ -86,9 +84,6 @@ class WeightSync:
     def _run_address(self, name: str, direction: Direction | None, part: str) -> int:
         channel, p = self._places[name, direction, part]
         return channel.segment.data_ptr() + channel.segments.offsets[self.rank][p]
-
-    def _segment_addresses(self) -> list[int]:
-        return [channel.segment.data_ptr() for channel in self._channels]
 
     @property
     def fingerprint(self) -> str:
@@ -164,6 +159,7 @@ class WeightSync:
 
     # A step #
 
+    @torch.no_grad()
     def cast_(self, masters: Sequence[Tensor], *, skip: Tensor | bool | None = None) -> None:
         """After an optimizer step: histories roll, amaxes are shared, this rank's elements are
         encoded into its segments.
@@ -181,24 +177,26 @@ class WeightSync:
                 "the first cast cannot be skipped, because there are no codes yet; call "
                 "refresh(masters) first"
             )
-        masters = self._checked(masters)
+        self._check(masters)
         if skip is not None:
             flag = torch.as_tensor(skip, dtype=torch.bool, device=self._device)
             skip = flag.reshape(())
-        self._roll(skip)
+        histories = {h for weight in self._weights for h in weight.state.histories.values()}
+        roll([history.to(self._device) for history in histories], skip)
         self._cast(masters, skip)
         self.applied += 1 if skip is None else ~skip
 
     @torch.no_grad()
     def refresh(self, masters: Sequence[Tensor]) -> None:
         """Cast, gather and finish outside a step: at the start, after a load, for an evaluation."""
-        self._cast(self._checked(masters), None)
+        self._check(masters)
+        self._cast(masters, None)
         self.gather()
         self.finish()
 
-    def _checked(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _check(self, masters: Sequence[Tensor]) -> None:
         if self._plan is not None and self._plan.knows(masters):
-            return masters
+            return
         if len(masters) != len(self._weights):
             raise ValueError(
                 f"wanted a master for each of {len(self._weights)} weights, got {len(masters)}"
@@ -225,19 +223,7 @@ class WeightSync:
                     f"{weight.name}: kernels cast masters of {native.PIECE_VALUES}, got "
                     f"{master.dtype}"
                 )
-        if self._plan is not None:
-            return masters
-        return [master.detach().reshape(-1) for master in masters]
 
-    @torch.no_grad()
-    def _roll(self, skip: Tensor | None) -> None:
-        """End the step of every history of these weights' layers; a skipped one drops amaxes of
-        activations and gradients."""
-        states = {w.state for w in self._weights}
-        histories = {h for state in states for h in state.histories.values()}
-        roll([history.to(self._device) for history in histories], skip)
-
-    @torch.no_grad()
     def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
         Work(self._channels).wait()
         if self._plan is None:
@@ -248,6 +234,7 @@ class WeightSync:
 
     def _cast_rows(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
         """Cast each piece as the rows that cover it, without kernels."""
+        masters = [master.detach().reshape(-1) for master in masters]
         pairs = [
             (weight, fragment)
             for weight, master in zip(self._weights, masters)
@@ -450,17 +437,15 @@ class WeightSync:
                 f"segments of {channel.segments.size}"
             )
             lines[-1] += "" if channel.codes is None else ", read where they are gathered"
-        reduced = len({d for w in self._weights for d in w.staged}) and (
-            "every amax" if self._dense else "amaxes of cut blocks"
-        )
+        reduced = "nothing"
+        if any(w.staged for w in self._weights):
+            reduced = "every amax" if self._dense else "amaxes of cut blocks"
         spans = any(w.spans_parts(e) for w in self._weights for e in w.quantizer.encodings.values())
         if spans and self._tensor_group is not None:
-            reduced = (
-                f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
-            )
+            reduced += f"; of whole tensors, over {self._tensor_group.size()} parts"
         why = self.unsupported_reason
         cast = "by kernels" if why is None else f"of covering rows, because {why}"
-        return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
+        return "\n".join([*lines, f"reduced at each cast: {reduced}", f"cast {cast}"])
 
     def __repr__(self) -> str:
         return (

@@ -310,7 +310,7 @@ class GatherBuffer:
             offset = rank * self.segments.size + self.segments.offsets[rank][p]
             if first < end:
                 piece = self.buffer[offset : offset + end - first]
-                pieces.append((first, piece, wire.shares_first_byte(rank)))
+                pieces.append((first, piece, wire.map.cuts[rank] * wire.bits % 8 != 0))
         return Pieces(pieces, wire.nbytes)
 
 

@@ -194,12 +194,11 @@ class GroupCodes:
 
     def _lay_out(self) -> None:
         """Convert the codes to what GEMMs read, of all weights at once."""
-        pairs = [(proxy.state, synced, synced._pair) for *_, proxy, synced in self._weights]
         targets = [
-            (pair, storage, layout)
-            for state, synced, pair in pairs
-            for direction, layout in (state.layouts(synced.dtype, synced.device) or {}).items()
-            if isinstance(storage := pair.get(direction), Storage)
+            (synced._pair, storage, layout)
+            for *_, proxy, synced in self._weights
+            for d, layout in (proxy.state.layouts(synced.dtype, synced.device) or {}).items()
+            if isinstance(storage := synced._pair.get(d), Storage)
             and layout != COMPACT
             and storage.fmt.is_quantized
         ]

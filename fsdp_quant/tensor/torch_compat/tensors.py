@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -78,18 +78,22 @@ def alias_with_own_storage(tensor: Tensor) -> Tensor:
         return alias.new_empty(0).set_(storage, alias.storage_offset(), alias.shape, alias.stride())
 
 
-def dtensor_like(like: DTensor, local: Tensor, shape: Sequence[int] | None = None) -> DTensor:
-    """A DTensor over `local`, in its dtype, with the mesh and placements of `like`.
+def dtensor_like(
+    like: DTensor,
+    local: Tensor,
+    shape: Sequence[int] | None = None,
+    placements: tuple[Placement, ...] | None = None,
+) -> DTensor:
+    """A DTensor over `local`, in its dtype, with the mesh of `like`.
 
-    shape:  of the whole tensor (default: of `like`).
+    shape, placements:  of the whole tensor (default: of `like`).
     """
     stride = like.stride()
     if shape is not None:
         stride = torch.empty(shape, dtype=local.dtype, device="meta").stride()
     meta = TensorMeta(torch.Size(like.shape if shape is None else shape), stride, local.dtype)
-    return DTensor(
-        local, DTensorSpec(like._spec.mesh, like._spec.placements, meta), requires_grad=False
-    )
+    placements = like._spec.placements if placements is None else placements
+    return DTensor(local, DTensorSpec(like._spec.mesh, placements, meta), requires_grad=False)
 
 
 def distributed_as(like: Tensor, values: Tensor, name: str) -> Tensor:
