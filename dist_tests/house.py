@@ -220,7 +220,7 @@ BUDGETS = {
         dialect_names, 0.5, 0.5, share=lambda _, trees: len(stored_names(trees))
     ),
     f"functions of complexity > {MAX_COMPLEXITY}": Budget(complex_functions, 8, 25),
-    "lines of the package": Budget(package_lines, 41920, 31000),
+    "lines of the package": Budget(package_lines, 41800, 31000),
     f"files of more than {MAX_LINES} lines": Budget(long_files, 8, 0),
 }
 
