@@ -471,8 +471,11 @@ def test_wrong_splits_on_the_host_are_refused_at_the_call():
     ):
         with pytest.raises(ValueError, match=r"moe: splits is torch.*wanted integers \[4\]"):
             module(x, wrong)
-    with pytest.raises(ValueError, match="num_experts must be an integer >= 1, got 0"):
-        fq.GroupedLinear(0, K, N)
+    for which, sizes in (("num_experts", (0, K, N)), ("in", (4, 0, N)), ("out", (4, K, 0))):
+        with pytest.raises(ValueError, match=f"{which}.* must be an integer >= 1, got 0"):
+            fq.GroupedLinear(*sizes)
+    with pytest.raises(ValueError, match="gate_up: out_features must be an integer >= 1, got 0"):
+        fq.GroupedMLP(4, K, 0)
 
 
 def test_wrong_splits_on_the_device_are_refused_before_a_step():

@@ -102,6 +102,8 @@ class GroupedLinear(HasWeight):
         name = own_name(name, "grouped_linear")
         super().__init__()
         num_experts = integer(1).read(f"{name}: num_experts", num_experts)
+        in_features = integer(1).read(f"{name}: in_features", in_features)
+        out_features = integer(1).read(f"{name}: out_features", out_features)
         flag().read(f"{name}: packed", packed)
         expert_recipe = as_recipe(recipe or identity(), name, Recipe)
         if packed:

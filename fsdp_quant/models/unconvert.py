@@ -81,7 +81,10 @@ def _refusal(module: nn.Module) -> str | None:
     if isinstance(module, of_ours) and _original(module) is None:
         is_product = getattr(module, "matrices", None) is not None and not module.state_dict()
         if not is_product:
-            return f"is an fq.{type(module).__name__}, which no class of torch stands for"
+            return (
+                f"is an fq.{type(module).__name__}, which no class of torch stands for; load the "
+                "state dict into a model without it"
+            )
     weight = module._parameters.get("weight")
     if any(type(p) is QuantizedTensor for p in module._parameters.values()):
         return "holds codes; call fq.unfreeze(model) first"
