@@ -40,7 +40,7 @@ __device__ __forceinline__ void make_column_factors(
   const uint32_t to = pair / 8 * 64 + pair % 4 * 16 + pair / 4 % 2 * 8;
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
-    const TileCoord at = tile_coord<S, kGrouped>(p, shared, t, rank, 0);
+    const TileCoord at = tile_coord<S, kGrouped>(p, shared, t, rank);
     const float* line = p.b_scale + at.n0 + 2 * pair;
     ColumnUnit low, high;
     float2 factors;

@@ -153,7 +153,7 @@ struct TileCoord {
 
 // group: of an earlier tile.
 template <class S, GroupedDim kGrouped, int kOfK = kBlockK>
-__device__ __forceinline__ TileCoord tile_coord(const Arguments& p, const Shared<S>& shared, int t, int rank, int group) {
+__device__ __forceinline__ TileCoord tile_coord(const Arguments& p, const Shared<S>& shared, int t, int rank, int group = 0) {
   TileCoord at = {0, 0, p.m, group, 0, p.k_blocks};
   int m_tiles = p.m_tiles;
   if constexpr (kGrouped == GroupedDim::kM) {

@@ -38,6 +38,7 @@ from dist_tests.kernels.test_gemm_operator import (
     product,
 )
 from dist_tests.single import hopper
+from dist_tests.single.test_products_on_cpu import ENDS, TILES
 from fsdp_quant.formats import FORMATS, ceil_div
 from fsdp_quant.ops import native
 
@@ -265,15 +266,13 @@ def test_groups_of_rows_multiply_their_own_operand(scalings: tuple, offsets: tup
 @on_gpu
 @modes(*GROUPED)
 def test_groups_of_rows_end_anywhere_in_a_tile(scalings: tuple):
-    """If false, rows at the end of an expert are of no wave, or of the next expert. On two
-    multiprocessors tiles have 256 rows, on three 128 (`single/test_products_on_cpu.py`)."""
-    sizes = (1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320)
-    offsets = (0, *itertools.accumulate(sizes))
-    a = operand(offsets[-1] + 3, 272, "e4m3", scalings[0], seed=1)
-    b = stacked(len(sizes), 240, 272, "e4m3", scalings[1], seed=2)
-    call = (a.data, b.data, a.scale, b.scale, ends(*offsets), a.kind, b.kind)
-    want = rows_of(a.values, b.values, offsets, poisoned(len(a.data), 240))
-    for count, dtype in itertools.product((2, 3), (FP32, BF16)):
+    """If false, rows at the end of an expert are of no wave, or of the next expert, in either
+    tile."""
+    a = operand(ENDS[-1] + 3, 272, "e4m3", scalings[0], seed=1)
+    b = stacked(len(ENDS) - 1, 240, 272, "e4m3", scalings[1], seed=2)
+    call = (a.data, b.data, a.scale, b.scale, ends(*ENDS), a.kind, b.kind)
+    want = rows_of(a.values, b.values, ENDS, poisoned(len(a.data), 240))
+    for count, dtype in itertools.product(TILES, (FP32, BF16)):
         out = poisoned(len(a.data), 240, dtype)
         ops.grouped_gemm(out, *call, sm_count=count)
         assert_rows(out, want, CODES, f"{scalings}, {count} multiprocessors, {dtype}")

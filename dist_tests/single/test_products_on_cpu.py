@@ -21,15 +21,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_tests.kernels.test_gemm_operator import (
+    BY_128,
+    BY_128X128,
+    BY_512,
+    NONE,
+    ROW,
+    TENSOR,
+)
 from dist_tests.laws import assert_same_bytes
-from fsdp_quant.formats import ceil_div
+from dist_tests.single.test_targets import CSRC
+from fsdp_quant.formats import ceil_div, round_up
 from fsdp_quant.ops import build
 
 HERE = Path(__file__).parents[1] / "on_cpu"
-CSRC = Path(build.__file__).parents[2] / "csrc"
 pytestmark = pytest.mark.skipif(not build.cxx(), reason="there is no C++ compiler")
 
-NONE, TENSOR, ROW, BY_128, BY_128X128, _, _, BY_512 = range(8)
 WHOLE, OF_ROWS, OF_DEPTH = range(3)  # GroupedDim
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 TYPES = [E4M3, E5M2, BF16, FP32]
@@ -73,20 +80,17 @@ def scales(scaling: int, outer: int, k: int, groups: int, g) -> tuple[Tensor | N
     def powers(*shape: int) -> Tensor:
         return 2.0 ** torch.randint(-3, 4, (groups, *shape), generator=g).float()
 
-    def aligned(lines: int) -> int:
-        return ceil_div(lines, 4) * 4
-
     if scaling == NONE:
         return None, torch.ones(groups, outer, k)
     if scaling in (TENSOR, ROW):
         made = powers(outer if scaling == ROW else 1)
         return made, made[..., None].expand(groups, outer, k)
     if scaling == BY_128X128:
-        made = powers(ceil_div(outer, 128), aligned(ceil_div(k, 128)))
+        made = powers(ceil_div(outer, 128), round_up(ceil_div(k, 128), 4))
         factors = made.repeat_interleave(128, 1)[:, :outer].repeat_interleave(128, 2)
         return made, factors[:, :, :k]
     run = 128 if scaling == BY_128 else 512
-    made = powers(ceil_div(k, run), aligned(outer))
+    made = powers(ceil_div(k, run), round_up(outer, 4))
     return made, made[:, :, :outer].repeat_interleave(run, 1)[:, :k].mT
 
 
