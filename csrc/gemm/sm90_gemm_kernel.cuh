@@ -32,7 +32,7 @@
 // Of 64 groups of about 1024 rows, a ninth of the tiles' rows belongs to no group: leaving out their waves, and all but
 // promoting between two waves, took 2 to 4 % off groups of rows; a fourth stage 1 % off groups of K. The limit is power: the
 // clock falls to 1.5 GHz. Clusters of 4 lost 4 to 8 % there (30 of them fit), bulk copies of rows of out 3 to 11 %, the next
-// tile's coordinates before out is stored up to 4 %.
+// tile's coordinates before out is stored up to 4 %; results that idle warps store during the next tile gain nothing.
 #pragma once
 
 #include <type_traits>
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
   if constexpr (S::kCluster > 1) ptx::cluster_wait();
 
   if (warp_group == kMathWarpGroups) {
-    ptx::registers_shrink<40>();
+    ptx::registers_shrink<kOtherRegisters>();
     if (threadIdx.x == kMathWarpGroups * kWarpGroup) load<S, kA, kB, kGrouped>(p, shared, cluster, clusters, rank);
     if constexpr (kA == Granularity::k1x512) {
       const int half = static_cast<int>(threadIdx.x / 32) - kMathWarps - 1;  // the warps after the loader
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
     }
     __syncwarp();
   } else {
-    ptx::registers_grow<232>();
+    ptx::registers_grow<kMathRegisters>();
     multiply<S, kA, kB, kE5M2A, kE5M2B, kGrouped>(p, shared, cluster, clusters, rank, warp_group);
   }
   // No block exits while a peer may still arrive at its barriers.

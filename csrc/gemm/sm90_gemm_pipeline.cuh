@@ -23,6 +23,9 @@ constexpr int kWarpGroup = 128;
 constexpr int kMathWarpGroups = 2;
 constexpr int kThreads = (kMathWarpGroups + 1) * kWarpGroup;
 constexpr int kMathWarps = kMathWarpGroups * 4;
+constexpr int kMathRegisters = 232, kOtherRegisters = 40;  // of a thread
+static_assert(kMathWarpGroups * kMathRegisters + kOtherRegisters <= 65536 / kThreads / 8 * 8 * (kMathWarpGroups + 1),
+              "more registers than a block begins with: math groups would wait for them forever");
 constexpr int kWaveRows = 64;
 constexpr int kFactorWarps = 2;      // of the loading warp group: compute column factors
 constexpr int kBlocksPer512 = 4;     // 128s of K per 1x512 scale
