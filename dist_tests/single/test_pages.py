@@ -184,6 +184,7 @@ GIVEN: dict[str, Callable[[], dict]] = {
     "README.md": a_sharded_language_model,
     "add_a_format.md": dict,
     "captured_steps.md": a_converted_model,
+    "experts.md": dict,
     "faults.md": a_net_in_training,
     "finetuning.md": a_trainer,
     "fsdp2.md": a_sharded_net,
