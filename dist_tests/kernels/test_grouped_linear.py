@@ -8,6 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -77,7 +78,8 @@ EXACT = {
     "nvfp4 exact": lambda: recipes.nvfp4(scale_rule="fp8_exact"),
     "mxfp8/nvfp4 exact": lambda: recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
 }
-ALSO = DELAYED | VALUES | TWO_LEVEL | EXACT
+TURNED = {f"qat {w}": partial(recipes.qat, w) for w in ("mxfp8", "mxfp4", "nvfp4")}
+ALSO = DELAYED | VALUES | TWO_LEVEL | EXACT | TURNED
 ONE_BY_ONE = {
     "mxfp8 exact": lambda: recipes.mxfp8(accuracy="exact"),
     "nvfp4 row": lambda: recipes.nvfp4(scale_per="row"),
@@ -182,6 +184,31 @@ def test_experts_are_those_of_a_loop(name: str, packed: bool):
                     results[0][key].double() - want.double()
                 ).norm() / want.double().norm().clamp_min(1e-9)
                 assert off < 2**-8, f"{name} {sizes} bias={bias} {key}: {off:.2e}"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_current", *TURNED])
+def test_frozen_experts_are_those_of_a_loop(name: str, compiled: bool):
+    """If false, frozen codes of an expert are multiplied as another's, or along the wrong side."""
+    torch.compiler.reset()
+    module = grouped((ONE_PRODUCT | TURNED)[name](), True, False)
+    experts = loop(module, (ONE_PRODUCT | TURNED)[name]())
+    for frozen in (module, nn.ModuleList(experts)):
+        fq.freeze(frozen.requires_grad_(False))
+    call = torch.compile(module, backend="aot_eager") if compiled else module
+    for sizes in SPLITS:
+        x = laws.values(sum(sizes), K, seed=3, dtype=BF16).cuda()
+        dy = laws.values(sum(sizes), N, seed=4, dtype=BF16).cuda()
+        a, b = (x.clone().requires_grad_() for _ in range(2))
+        counters.reset()
+        y = call(a, torch.tensor(sizes).cumsum(0).int().cuda())
+        assert not counters.of("departure")
+        want = torch.cat([f(part) for f, part in zip(experts, b.split(sizes))])
+        y.backward(dy), want.backward(dy)
+        for key, got, of_loop in (("y", y, want), ("dx", a.grad, b.grad)):
+            norm_of = of_loop.double().norm().clamp_min(1e-9)
+            off = (got.double() - of_loop.double()).norm() / norm_of
+            assert off < 2**-8, f"{name} {sizes} {key}: {off:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)

@@ -566,6 +566,9 @@ def scalings() -> dict[str, fq.Recipe]:
         "row_delayed": fq.CustomRecipe(rows_and_histories),
         "nvfp4": recipes.nvfp4(),
         "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+        "qat_mxfp8": recipes.qat("mxfp8"),
+        "qat_mxfp4": recipes.qat("mxfp4"),
+        "qat_nvfp4": recipes.qat("nvfp4"),
         "identity": recipes.identity(),
         "row_identity": recipes.fp8_row(backward_override="high_precision"),
     }
@@ -1014,6 +1017,37 @@ def test_frozen_experts_of_a_list_are_those_of_eager_mode(name: str, on_hopper: 
             y.backward(values(64, 48, seed=9))
             results.append({"y": y.detach(), "dx": x.grad})
         assert_same(results[1], results[0], name)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize(
+    "name", ["mxfp8", "fp8_block", "fp8_current", "qat_mxfp8", "qat_mxfp4", "qat_nvfp4"]
+)
+def test_frozen_experts_are_one_product(name: str, packed: bool):
+    """If false, experts whose backward multiplies the codes of the forward run one by one and wait
+    for the device, or multiply other codes, in eager mode or in a graph."""
+    torch.compiler.reset()
+    splits, results = [0, 70, 129, 57], []
+    ends = torch.tensor(splits).cumsum(0)
+    with hopper.emulated() as gpu:
+        module, experts = (
+            make(scalings()[name], packed, False, torch.bfloat16, (64, 48))
+            for make in (grouped, loop)
+        )
+        for frozen in (module, experts):
+            fq.freeze(frozen.requires_grad_(False))
+        graph = torch.compile(module, backend="aot_eager", fullgraph=packed or None)
+        for call in (module, graph, lambda x, ends: of_loop(experts, x, splits)):
+            x, before = values(256, 64, seed=1).requires_grad_(), gpu.count("grouped_gemm")
+            y = call(x, ends)
+            y.backward(values(256, 48, seed=2))
+            results.append({"y": y.detach(), "dx": x.grad})
+            results[-1]["products"] = torch.tensor(gpu.count("grouped_gemm") - before)
+        assert [int(r.pop("products")) for r in results] == [2, 2, 0]
+        assert not counters.of("departure")
+    for got, what in zip(results, ("eager", "graph")):
+        assert_same(got, results[2], f"{name} {what}")
     torch.compiler.reset()
 
 

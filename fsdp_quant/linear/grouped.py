@@ -99,7 +99,8 @@ def _reasons_of_products(
     for slot, layouts in resolved.layouts.items():
         for direction, layout in layouts.items():
             fmt = plan.operand(slot, direction)
-            is_stacked = fmt.shares_storage and not fmt.tensor_scale
+            # matrices are encoded and anchored one by one, and then multiplied together
+            is_stacked = slot == "weight" or (fmt.shares_storage and not fmt.tensor_scale)
             if is_anchored_of_codes(fmt, layout) and not is_stacked:
                 yield (
                     f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor "

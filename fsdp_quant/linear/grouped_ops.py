@@ -86,7 +86,7 @@ class _Spec(NamedTuple):
             is_read &= stored is dtype or all(
                 f.is_quantized and not f.tensor_scale for f in formats
             )
-        if not is_read:
+        if not is_read or plan.weight.turns:
             return self
         step = known(resolved.call, "the compiled step")
         return _Spec(*self[:7], step, *of_weight, int(plan.turns_wgrad))

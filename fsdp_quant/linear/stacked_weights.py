@@ -137,6 +137,8 @@ def _encoder(
     two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
     if (two_level and compute_dtype is not torch.bfloat16) or plan.decodes_groups(arch_of(device)):
         return None
+    if plan.weight.turns:  # columnwise operands are of rowwise codes
+        return None
     layouts = plan.resolved(dtype, device).layouts["weight"]
     formats = {d: plan.operand("weight", d) for d in directions}
     takes = {d: _taking(f, layouts[d], d, shape) for d, f in formats.items() if f.is_quantized}
@@ -354,8 +356,7 @@ def stack_of_codes(
     data, *scales = (t.unflatten(0, (experts, -1)) for t in codes)
     transposed = direction is COLUMNWISE
     if layout in ANCHORS:
-        cols = data.shape[-1]
-        data, scale = dispatch.anchor_codes(data, scales[0], None, cols, fmt, direction, layout)
+        data, scale = dispatch.anchor_codes(data, scales[0], None, k, fmt, direction, layout)
         return StackedWeight([data, scale.flatten()], _plain(operand_format(fmt, layout)))
     if not fmt.is_quantized:
         return StackedWeight([data, None], _plain(fmt))
