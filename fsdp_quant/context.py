@@ -353,7 +353,7 @@ def batch_invariant() -> contextlib.AbstractContextManager[None]:
 @answers_keywords
 def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextManager[None]:
     """Create weights of `fq.Linear` modules as `QuantizedTensor` parameters: codes of both
-    directions.
+    directions. Packed experts and transposed weights stay plain parameters.
 
     recipe:  for an `fq.Linear` without a recipe; `fq.convert` uses its own.
 

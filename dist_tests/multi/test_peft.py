@@ -211,6 +211,24 @@ def test_adapters_of_packed_experts_train_over_their_codes(kind: str):
     torch.testing.assert_close(merged(kinds.batch()), plain(kinds.batch()), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_adapters_of_sharded_experts_train_over_their_codes(compiles: bool):
+    """If false, compiled layers with adapters of experts end in an error of dynamo under
+    fully_shard."""
+    torch._dynamo.reset()
+    want, model = (_of_experts("mixtral", "after") for _ in range(2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if compiles:
+            model.base_model.model.compile(backend="aot_eager")
+        fully_shard(model.base_model.model)
+        results = [kinds.step(m) for m in (want, model)]
+    finally:
+        dist.destroy_process_group()
+    for reference, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, reference, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_dora_is_added_to_a_frozen_base(first: bool, tmp_path: Path):
     """If false, a second adapter needs the base in high precision again, or has other norms than

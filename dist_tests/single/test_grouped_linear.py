@@ -17,10 +17,12 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
-from dist_tests import laws
+from dist_tests import kinds, laws
 from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
@@ -254,6 +256,37 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
         return self.out(self.experts(x, sizes))
+
+
+def test_packed_experts_without_a_bias_may_say_so():
+    """If false, experts with `bias = None` are refused, without a name, and the model is left half
+    converted."""
+    experts = nn.Module()
+    experts.weight, experts.bias = nn.Parameter(torch.ones(EXPERTS, N, K)), None
+    model = fq.convert(nn.ModuleDict({"moe": experts}), recipes.mxfp8(), grouped="moe")
+    assert model.moe(values(4, K, dtype=torch.float32), [4, 0, 0, 0]).shape == (4, N)
+    experts = nn.Module()
+    experts.weight, experts.bias = nn.Parameter(torch.ones(EXPERTS, N, K)), torch.ones(EXPERTS, N)
+    with pytest.raises(ValueError, match="grouped .*'moe' matches no layer"):
+        fq.convert(nn.ModuleDict({"moe": experts}), recipes.mxfp8(), grouped="moe")
+
+
+def test_packed_experts_of_transformers_are_converted_before_they_are_sharded():
+    """If false, most of a model silently stays in high precision."""
+    pytest.importorskip("transformers")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(kinds.PLAIN["mixtral"](), nn.Linear(64, 64))
+        fully_shard(model)
+        with pytest.raises(
+            ValueError,
+            match="0.experts are packed experts .*fq.convert before fully_shard.*skip=",
+        ):
+            fq.convert(model, recipes.mxfp8())
+        fq.convert(model, recipes.mxfp8(), skip=["experts"])
+        assert isinstance(model[1], fq.Linear)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_layers_of_experts_hold_no_memory():

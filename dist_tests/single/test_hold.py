@@ -17,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_quant as fq
@@ -686,6 +688,45 @@ def test_frozen_weights_are_sharded_or_left_out_of_fully_shard():
         assert_same_bytes(model(batch(0)), want, "output")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["linear", "mixtral", "gpt_oss", "Conv1D", "attention"])
+def test_state_dicts_of_sharded_codes_are_stored_as_the_model_stores_values(kind: str):
+    """If false, a checkpoint holds weights [K, N] turned, which a square weight does not show, or
+    does not load where it was saved."""
+    pytest.importorskip("transformers")
+    model = kinds.converted(kind, "mxfp8").requires_grad_(False)
+    fq.freeze(model)
+    values = copy.deepcopy(model)
+    fq.unfreeze(values)
+    want, y = values.state_dict(), model(kinds.batch())
+    with one_rank():
+        fully_shard(model)
+        saved = model.state_dict()
+        for name, value in want.items():
+            assert_same_bytes(saved[name].full_tensor(), value, name)
+        model.load_state_dict(saved)
+        assert_same_bytes(model(kinds.batch()), y, "output")
+        others = {name: 2 * value for name, value in saved.items()}
+        with pytest.raises(RuntimeError, match="weight|proj.* is frozen"):
+            model.load_state_dict(others)
+
+
+def test_parallel_styles_cut_no_frozen_codes():
+    """If false, a process dies where torch scatters the memory that codes do not have."""
+    experts = fq.GroupedMLP(2, 64, 32, recipe="mxfp8").requires_grad_(False)
+    model = net(RECIPES["mxfp8"]).requires_grad_(False)
+    for frozen in (experts, model):
+        fq.freeze(frozen)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        for module, style in (
+            (experts, fq.parallel.ExpertParallel()),
+            (model, {"0": fq.parallel.ColwiseParallel()}),
+            (model, {"0": fq.parallel.RowwiseParallel()}),
+        ):
+            with pytest.raises(ValueError, match="weight is codes of fq.freeze, .*fq.unfreeze"):
+                parallelize_module(module, mesh, style)
 
 
 @pytest.mark.parametrize("compiles", [False, True])

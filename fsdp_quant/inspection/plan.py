@@ -20,7 +20,6 @@ from ..linear.plan import PRODUCTS, GemmPlan
 from ..models.convert import OURS, ids_of_embeddings
 from ..models.fuse import fused_notes
 from ..models.multihead_attention import MultiheadAttention
-from ..models.packed_experts import are_sharded, kind_of
 from ..models.set_recipe import converted_units
 from ..models.steps import converted_modules
 from ..ops.capability import Place, arch_of, place_of
@@ -423,8 +422,6 @@ def _high_precision_notes(model: nn.Module) -> list[str]:
             kind = type(module).__name__ + ", tied to an embedding" * (id(p) in embeddings)
             if reason := module.__dict__.get("_left_out"):
                 kind += f", {reason}"
-            if kind_of(module) and are_sharded(module):
-                kind += ", which fq.convert quantizes before fully_shard"
             last = f"{name.rpartition('.')[2]}.{attribute}".lstrip(".")
             others[f"{last} of {kind}"].append((name, work))
     notes = []

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..linear.routes import dispatch
 from ..models.transposed_linear import TransposedLinear
 from ..tensor.model_weights import quantized_weights
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import grouped_mm
 from ..training import hold
 
@@ -52,7 +53,7 @@ def _values_of_codes(layer: Any) -> Tensor:
 def _adapted(wrapper: Any, active: list[str]) -> AbstractContextManager:
     """Where packed experts run: PEFT makes their weight W + A B; x A B is added to x W of codes."""
     product = getattr(wrapper.get_base_layer(), f"{wrapper.parameter_name}_product", None)
-    if product is None or not hold.is_frozen(wrapper.get_param()):
+    if product is None or not isinstance(wrapper.get_param(), QuantizedTensor):
         return _activate(wrapper, active)
     factors = [wrapper.get_delta_factors(a) for a in active if a in wrapper.lora_A]
     return product.register_forward_hook(partial(_add, factors))

@@ -142,6 +142,7 @@ class GroupedLinear(HasWeight):
         The optimizer holds one parameter, so the states of all experts share its histories.
         """
         if "bias" not in self._parameters:
+            vars(self).pop("bias", None)
             self.register_parameter("bias", None)
         self.packed = True
         self.take_packed(recipes, name)

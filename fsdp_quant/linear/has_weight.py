@@ -11,7 +11,7 @@ the module's state, in place, since FSDP2 and optimizers hold the parameter. It 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.quantized_weight import QuantizedWeightState, padding
+from ..tensor.quantized_weight import QuantizedWeight, QuantizedWeightState, padding
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_shard import WeightShard
 from ..tensor.weight_state import WeightState, copies_are_weights
@@ -92,7 +92,7 @@ class HasWeight(nn.Module):
         self.__dict__["_swapped"] = (before, self._weight_state) if is_fsdp else (None, None)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        state_dict = plain_in_load(state_dict, [f"{prefix}weight"])
+        state_dict = plain_in_load(state_dict, {f"{prefix}weight": self._parameters["weight"]})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn, recurse: bool = True):
@@ -232,19 +232,19 @@ def attach_tensor_group(module: HasWeight) -> None:
 # State dicts #
 
 
-def plain_in_state_dict(
-    module: HasWeight, state_dict: dict, prefix: str, local_metadata: dict
-) -> None:
+def plain_in_state_dict(module: Any, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """Checkpoints hold the plain weight."""
-    key = f"{prefix}weight"
+    source, transposed = getattr(module, "source", "weight"), getattr(module, "transposed", False)
+    key = f"{prefix}{source}"
     if key in state_dict:
-        state_dict[key] = saved_plain(module.weight, state_dict[key])
+        state_dict[key] = saved_plain(getattr(module, source), state_dict[key], transposed)
 
 
-def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
+def saved_plain(weight: Tensor, saved: Tensor, transposed: bool = False) -> Tensor:
     """What a state dict holds of a weight: a plain view of it, with its version counter.
 
-    saved:  what torch put there; a Parameter is replaced by one.
+    saved:       what torch put there; a Parameter is replaced by one.
+    transposed:  the model stores values as [.., K, N].
     """
     local = local_of(weight)
     if not isinstance(local, FSDPHooks):
@@ -252,17 +252,30 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
     plain = local.saved.detach()
     if isinstance(weight, DTensor):
         plain = torch_compat.dtensor_like(weight, plain)
+    if transposed and _are_codes(local):
+        plain = plain.mT.contiguous()
     return nn.Parameter(plain, weight.requires_grad) if isinstance(saved, nn.Parameter) else plain
 
 
-def plain_in_load(state_dict: dict, keys: Iterable[str]) -> dict:
-    """The state dict with plain tensors under these keys: assign=True would wrap its parameters in
-    place, and make one state of two models. Codes of `fq.freeze` share their memory alone."""
-    tensors = {key: state_dict[key] for key in keys if isinstance(state_dict.get(key), Tensor)}
+def plain_in_load(
+    state_dict: dict, weights: Mapping[str, Tensor | None], transposed: bool = False
+) -> dict:
+    """The state dict with plain tensors under the keys of these weights: assign=True would wrap its
+    parameters in place, and make one state of two models. Codes of `fq.freeze` share their memory
+    alone. transposed: as of `saved_plain`."""
+    tensors = {key: state_dict[key] for key in weights if isinstance(state_dict.get(key), Tensor)}
     for key, t in tensors.items():
         is_codes = type(t) is QuantizedTensor
         tensors[key] = t.with_storages(lambda s: s) if is_codes else saved_plain(t, t.detach())
+        if transposed and not is_codes and _are_codes(weights[key]):
+            tensors[key] = tensors[key].mT
     return state_dict | tensors
+
+
+def _are_codes(weight: Tensor | None) -> bool:
+    """Sharded ones of `fq.freeze`: [.., N, K], also where the model stores values as [.., K, N]."""
+    local = None if weight is None else local_of(weight)
+    return isinstance(local, QuantizedWeight) and local.is_frozen
 
 
 def reencode_after_load(module: HasWeight, incompatible_keys: object) -> None:

@@ -80,7 +80,8 @@ def convert(
     recompute:  "gate_up": the backward of every fused MLP computes gate(x) and up(x) again.
 
     Parameters stay high precision and keep their names. Works before and after `fully_shard`, which
-    it reshards. docs/targets.md lists what is converted, and what stays as it is.
+    it reshards; with packed experts before it. docs/targets.md lists what is converted, and what
+    stays as it is.
 
     Raises ValueError, before anything is changed, for a name or class in `skip` that matches no
     module, or in `grouped` no packed experts, a model without linear layers, a weight that is
@@ -236,8 +237,12 @@ def _targets(
     for name, reason in read.items():
         modules[name].__dict__["_left_out"] = reason
     tied = {n for n, m in linears.items() if id(_weight_of(m)) in embeddings}
-    sharded = {n for n, m in experts.items() if are_sharded(m)}
-    chosen |= candidates.keys() - skipped - read.keys() - tied - sharded
+    chosen |= candidates.keys() - skipped - read.keys() - tied
+    if sharded := [n for n in chosen & experts.keys() if are_sharded(experts[n])]:
+        raise ValueError(
+            f"{some(sorted(sharded))} are packed experts that are DTensors; call fq.convert before "
+            "fully_shard, which must know both owners of their weights, or name them in skip="
+        )
     if not chosen:
         raise ValueError(_nothing_to_convert(model, len(skipped), len(tied - skipped)))
     return {n: m for n, m in modules.items() if n in chosen}
@@ -355,6 +360,8 @@ def _is_packed(module: nn.Module) -> bool:
     if not module._parameters.keys() <= {"weight", "bias"}:
         return False
     if weight is None or is_lazy(weight) or weight.dim() != 3:
+        return False
+    if vars(module).get("bias") is not None:
         return False
     return bias is None or bias.shape == weight.shape[:2]
 

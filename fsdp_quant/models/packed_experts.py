@@ -275,15 +275,7 @@ def are_sharded(module: nn.Module) -> bool:
 
 
 def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
-    """Products of the weights of packed experts, which are no part of the module yet, by name.
-
-    Raises ValueError for weights that are sharded already: the products would not see gathers.
-    """
-    if are_sharded(module):
-        raise ValueError(
-            f"{name}: call fq.convert before fully_shard, which must know both owners of the "
-            "experts' weights"
-        )
+    """Products of the weights of packed experts, which are no part of the module yet, by name."""
     kind = known(kind_of(module), "a kind of packed experts")
     return {
         f"{name}.{part}_product": ExpertProduct(
@@ -359,7 +351,8 @@ def _class_of(cls: type[nn.Module], *of_kind: Any) -> type[nn.Module]:
         return applied
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        state_dict = plain_in_load(state_dict, [f"{prefix}{part}" for part in parts])
+        keys = {f"{prefix}{part}": self._parameters[part] for part in parts}
+        state_dict = plain_in_load(state_dict, keys, kind.transposed)
         cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     return type(
@@ -460,4 +453,5 @@ def _plain_parts(module: Any, state_dict: dict, prefix: str, local_metadata) -> 
     for part in module.packed_parts:
         key = f"{prefix}{part}"
         if key in state_dict:
-            state_dict[key] = saved_plain(getattr(module, part), state_dict[key])
+            weight, transposed = getattr(module, part), module.packed_kind.transposed
+            state_dict[key] = saved_plain(weight, state_dict[key], transposed)

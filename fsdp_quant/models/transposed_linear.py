@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..linear.has_weight import own_codes, read_as_kept
+from ..linear.has_weight import own_codes, plain_in_load, plain_in_state_dict, read_as_kept
 from ..linear.linear import Expert, Linear
 from ..recipe import Recipe
 from ..tensor import torch_compat
@@ -45,6 +45,7 @@ class TransposedLinear(nn.Module):
         """Give the module its layer, which is no submodule."""
         self.__dict__["_layer"] = layer = Expert(self.read().detach(), recipe, name, "linear")
         layer.part_of(self, 0)
+        self.register_state_dict_post_hook(plain_in_state_dict)
         torch_compat.make_fx_leaf(self)
 
     @property
@@ -74,6 +75,11 @@ class TransposedLinear(nn.Module):
             self._layer.runtime.set_weight_state(local.state)
         elif isinstance(local, QuantizedTensor):
             own_codes(self, local)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        weights = {f"{prefix}{self.source}": self._parameters[self.source]}
+        state_dict = plain_in_load(state_dict, weights, self.transposed)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def values_of(self, index: int) -> tuple[Tensor, None]:
         """The weight [out, in], without gradients."""

@@ -27,6 +27,8 @@ from ..ops.reference import known
 from ..quantizer import as_rows
 from ..tensor import torch_compat
 from ..tensor.agreement import raises_on_all_ranks, recipe_text, weight_text
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import values_of
 from .experts import REMEDY, TRANSPORTS, Travel, exchanged, travel_of
 from .sequence import planned_bytes
@@ -251,6 +253,11 @@ def _check_experts(
     """Raise ValueError for parameters that are not packed experts, or that the ranks do not
     divide."""
     for key, p in parameters.items():
+        if isinstance(local_of(p), QuantizedTensor):
+            raise ValueError(
+                f"{name}.{key} is codes of fq.freeze, which ExpertParallel does not cut; call "
+                "fq.unfreeze, or leave these experts to fully_shard"
+            )
         is_packed = p.dim() == 3 or (p.dim() == 2 and key.rpartition(".")[2] == "bias")
         fits = is_packed and p.shape[0] == experts and experts % mesh.size() == 0
         if isinstance(p, DTensor) or not fits:

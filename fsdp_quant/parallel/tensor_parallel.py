@@ -29,6 +29,7 @@ from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.agreement import raises_on_all_ranks, recipe_text, weight_text
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
 
@@ -95,6 +96,11 @@ class _Style:
             if any(m.registered is weight for m in torch_compat.all_managed_params()):
                 remedy = f"apply {style} before fully_shard"
             raise ValueError(f"{name}.weight is a DTensor {weight.placements} already; {remedy}")
+        if type(weight) is QuantizedTensor:
+            raise ValueError(
+                f"{name}.weight is codes of fq.freeze, which {style} does not cut; call "
+                "fq.unfreeze, and fq.freeze after fully_shard"
+            )
         if isinstance(weight, QuantizedWeight) and weight.device.type != "meta":
             weight.check_not_taken()
         features = module.in_features if self._dim else module.out_features

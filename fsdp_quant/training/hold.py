@@ -267,8 +267,8 @@ def _check_can_freeze(weight: ModelWeight) -> None:
         if weight.managed is None or not isinstance(weight.managed.local, FSDPHooks):
             raise ValueError(
                 f"{name} is a DTensor {parameter.placements} of which fully_shard gathers no "
-                "codes: it is stored transposed, or cut by tensor parallelism alone; call "
-                "fq.freeze before fully_shard or parallelize_module"
+                "codes: it is stored transposed (call fq.freeze before fully_shard), cut by tensor "
+                "parallelism alone (call it after fully_shard) or by ExpertParallel"
             )
         check_layout(weight.managed)
         sides = weight.layers[0].plan.weight
