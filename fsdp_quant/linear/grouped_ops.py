@@ -73,6 +73,8 @@ class _Spec(NamedTuple):
     def with_step(self, plan: GemmPlan, dtype: torch.dtype, weight: Tensor) -> _Spec:
         """Return this of a weight that a native call reads as it is stored: values, or gathered
         codes."""
+        if plan.weight.turns:  # it reads each direction's own codes
+            return self
         resolved, of_weight = plan.resolved(dtype, weight.device), (-1, 0)
         if self.is_gathered:
             is_read = all(are_read_together(plan, d) for d in Direction)
@@ -86,7 +88,7 @@ class _Spec(NamedTuple):
             is_read &= stored is dtype or all(
                 f.is_quantized and not f.tensor_scale for f in formats
             )
-        if not is_read or plan.weight.turns:
+        if not is_read:
             return self
         step = known(resolved.call, "the compiled step")
         return _Spec(*self[:7], step, *of_weight, int(plan.turns_wgrad))

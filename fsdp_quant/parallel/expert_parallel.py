@@ -28,7 +28,6 @@ from ..quantizer import as_rows
 from ..tensor import torch_compat
 from ..tensor.agreement import raises_on_all_ranks, recipe_text, weight_text
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import values_of
 from .experts import REMEDY, TRANSPORTS, Travel, exchanged, travel_of
 from .sequence import planned_bytes
@@ -253,7 +252,7 @@ def _check_experts(
     """Raise ValueError for parameters that are not packed experts, or that the ranks do not
     divide."""
     for key, p in parameters.items():
-        if isinstance(local_of(p), QuantizedTensor):
+        if type(p) is QuantizedTensor:
             raise ValueError(
                 f"{name}.{key} is codes of fq.freeze, which ExpertParallel does not cut; call "
                 "fq.unfreeze, or leave these experts to fully_shard"
