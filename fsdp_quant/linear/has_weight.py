@@ -92,7 +92,7 @@ class HasWeight(nn.Module):
         self.__dict__["_swapped"] = (before, self._weight_state) if is_fsdp else (None, None)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        state_dict = plain_in_load(state_dict, {f"{prefix}weight": self._parameters["weight"]})
+        state_dict = plain_in_load(state_dict, {f"{prefix}weight": self._parameters.get("weight")})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn, recurse: bool = True):

@@ -351,8 +351,8 @@ def _class_of(cls: type[nn.Module], *of_kind: Any) -> type[nn.Module]:
         return applied
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        keys = {f"{prefix}{part}": self._parameters[part] for part in parts}
-        state_dict = plain_in_load(state_dict, keys, kind.transposed)
+        weights = {f"{prefix}{part}": self._parameters.get(part) for part in parts}
+        state_dict = plain_in_load(state_dict, weights, kind.transposed)
         cls._load_from_state_dict(self, state_dict, prefix, *args)
 
     return type(

@@ -77,7 +77,7 @@ class TransposedLinear(nn.Module):
             own_codes(self, local)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        weights = {f"{prefix}{self.source}": self._parameters[self.source]}
+        weights = {f"{prefix}{self.source}": self._parameters.get(self.source)}
         state_dict = plain_in_load(state_dict, weights, self.transposed)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
