@@ -191,8 +191,9 @@ def test_experts_are_those_of_a_loop(name: str, packed: bool):
 def test_frozen_experts_are_those_of_a_loop(name: str, compiled: bool):
     """If false, frozen codes of an expert are multiplied as another's, or along the wrong side."""
     torch.compiler.reset()
-    module = grouped((ONE_PRODUCT | TURNED)[name](), True, False)
-    experts = loop(module, (ONE_PRODUCT | TURNED)[name]())
+    recipe = (ONE_PRODUCT | TURNED)[name]()
+    module = grouped(recipe, True, False)
+    experts = loop(module, recipe)
     for frozen in (module, nn.ModuleList(experts)):
         fq.freeze(frozen.requires_grad_(False))
     call = torch.compile(module, backend="aot_eager") if compiled else module
@@ -204,7 +205,8 @@ def test_frozen_experts_are_those_of_a_loop(name: str, compiled: bool):
         y = call(a, torch.tensor(sizes).cumsum(0).int().cuda())
         assert not counters.of("departure")
         want = torch.cat([f(part) for f, part in zip(experts, b.split(sizes))])
-        y.backward(dy), want.backward(dy)
+        y.backward(dy)
+        want.backward(dy)
         for key, got, of_loop in (("y", y, want), ("dx", a.grad, b.grad)):
             norm_of = of_loop.double().norm().clamp_min(1e-9)
             off = (got.double() - of_loop.double()).norm() / norm_of

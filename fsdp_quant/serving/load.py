@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.files import installed
 from ..formats import COLUMNWISE, FORMATS, ROWWISE, Format
-from ..ops.reference import known
 from ..options import flag, function, read_all
 from ..storage import Storage
-from ..tensor.fsdp_hooks import FSDPHooks, check_layout
+from ..tensor.fsdp_hooks import check_gathers_codes
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage_pair import StoragePair
@@ -211,15 +210,8 @@ def _check_weight(source: Source, slices: Stored, keeps: ModelWeight | None) -> 
             f"{name} is high precision in the files; name it in fq.convert's skip=, or load with "
             "frozen=False, then call fq.freeze"
         )
-    is_shard = keeps.managed is not None and isinstance(local, FSDPHooks)
-    if isinstance(tensor, DTensor) and not is_shard:
-        raise ValueError(
-            f"{name} is a DTensor {tensor.placements} of which fully_shard gathers no codes: it is "
-            "stored transposed, or cut by tensor parallelism alone; load before fully_shard or "
-            "parallelize_module"
-        )
-    if is_shard:
-        check_layout(known(keeps.managed, "a sharded weight"))
+    if isinstance(tensor, DTensor):
+        check_gathers_codes(name, tensor, keeps.managed, "load")
     if isinstance(local, QuantizedTensor):
         raise ValueError(
             f"{name} is a quantized parameter, whose optimizer writes its codes; load with "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from . import root_statistics, torch_compat
@@ -169,6 +170,22 @@ def gathered_weight(weight: FSDPHooks) -> GatheredWeight:
         state.gathered = gathered = GatheredWeight(state, managed)
         managed.reset_gather_buffers()
     return gathered
+
+
+def check_gathers_codes(
+    name: str, weight: DTensor, managed: ManagedParam | None, call: str
+) -> None:
+    """Raise ValueError for a weight that no `fully_shard` gathers as codes.
+
+    call:  what would leave the codes alone, in the words of an error.
+    """
+    if managed is None or not isinstance(managed.local, FSDPHooks):
+        raise ValueError(
+            f"{name} is a DTensor {weight.placements} of which fully_shard gathers no codes: it is "
+            f"stored transposed ({call} before fully_shard), cut by tensor parallelism alone "
+            f"({call} after fully_shard) or by ExpertParallel"
+        )
+    check_layout(managed)
 
 
 def check_layout(managed: ManagedParam) -> None:

@@ -26,7 +26,7 @@ from ..ops.reference import known
 from ..options import choice, flag, read_all
 from ..tensor import torch_compat
 from ..tensor.frozen import freeze_shard, freeze_shards, packed_codes, unfreeze_shards
-from ..tensor.fsdp_hooks import FSDPHooks, check_layout, managed_states
+from ..tensor.fsdp_hooks import check_gathers_codes, managed_states
 from ..tensor.model_weights import ModelWeight, quantized_weights
 from ..tensor.quantized_tensor import QuantizedTensor, sent_by_ddp
 from ..tensor.torch_compat import local_of
@@ -264,13 +264,7 @@ def _check_can_freeze(weight: ModelWeight) -> None:
     """Raise ValueError for a weight whose codes do not stay, or that no rank can cut."""
     name, parameter = weight.name, weight.parameter
     if isinstance(parameter, DTensor):
-        if weight.managed is None or not isinstance(weight.managed.local, FSDPHooks):
-            raise ValueError(
-                f"{name} is a DTensor {parameter.placements} of which fully_shard gathers no "
-                "codes: it is stored transposed (call fq.freeze before fully_shard), cut by tensor "
-                "parallelism alone (call it after fully_shard) or by ExpertParallel"
-            )
-        check_layout(weight.managed)
+        check_gathers_codes(name, parameter, weight.managed, "call fq.freeze")
         sides = weight.layers[0].plan.weight
         if not all(encoding.fmt.is_quantized for encoding in sides.over_rowwise.encodings.values()):
             raise ValueError(
