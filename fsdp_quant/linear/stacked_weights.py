@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,9 +137,9 @@ def _encoder(
     two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
     if (two_level and compute_dtype is not torch.bfloat16) or plan.decodes_groups(arch_of(device)):
         return None
-    if plan.weight.turns:  # columnwise operands are of rowwise codes
-        return None
     layouts = plan.resolved(dtype, device).layouts["weight"]
+    if plan.weight.turns:
+        return functools.partial(_of_rows, directions, plan, layouts)
     formats = {d: plan.operand("weight", d) for d in directions}
     takes = {d: _taking(f, layouts[d], d, shape) for d, f in formats.items() if f.is_quantized}
     coded = list(takes)
@@ -155,6 +155,23 @@ def _encoder(
         return stacks
 
     return encode
+
+
+def _of_rows(
+    directions: Sequence[Direction],
+    plan: GemmPlan,
+    layouts: Mapping[Direction, str],
+    values: Tensor,
+    *delayed: Sequence[Tensor],
+) -> dict[Direction, StackedWeight]:
+    """Quantize weights whose columnwise operands are of rowwise codes: one launch, and one per
+    layout."""
+    encoding, dtype, count = plan.weight.encodings[ROWWISE], plan.compute_dtype, len(values)
+    starts, none = [0] * count, [None] * count
+    codes = dispatch.multi_tensor_encode(values.unbind(), encoding, none, starts, none, dtype)
+    rows = [Storage.of(c, encoding, values.shape[1:], dtype or values.dtype) for c in codes]
+    of = {ROWWISE: rows, COLUMNWISE: [plan.weight.columnwise_of(s) for s in rows]}
+    return {d: _laid_out(of[d], layouts[d]) for d in directions}
 
 
 class Coding(NamedTuple):
@@ -330,6 +347,10 @@ def _of_gathered(
     if is_one:
         codes = gathered_codes(weight, direction)
         return stack_of_codes(codes, direction, weight.shape, plan, dtype)
+    return _laid_out(compact, layout)
+
+
+def _laid_out(compact: Sequence[Storage], layout: str) -> StackedWeight:
     if layout == COMPACT or not compact[0].fmt.is_quantized:
         return _stacked(compact)
     return _stacked(to_gemm_operands([(storage, layout) for storage in compact]))
