@@ -98,6 +98,10 @@ void set_groups(Grouping& grouping, int64_t groups, const int32_t* offsets, int3
 }  // namespace
 
 at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, const MaybeTensor& wrong, int64_t tag) {
+  return token_groups(ends, tokens, (tokens + 127 * std::min(ends.numel(), tokens)) / 128, wrong, tag);
+}
+
+at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, int64_t tiles, const MaybeTensor& wrong, int64_t tag) {
   check_cuda(ends, "ends");
   const at::ScalarType dtype = ends.scalar_type();
   const int64_t groups = ends.numel();
@@ -108,7 +112,6 @@ at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, const MaybeTenso
                     " tokens; wanted 1 or more, below 2^31 with those that fill groups up to multiples of 128");
   TORCH_CHECK_VALUE(tag >= 0 && tag <= std::numeric_limits<int32_t>::max(), "tag is ", tag, "; wanted 0 to 2^31 - 1");
   const c10::cuda::CUDAGuard guard(ends.device());
-  const int64_t tiles = (tokens + 127 * std::min(groups, tokens)) / 128;  // upper bound for any groups
   const at::Tensor buffer = new_empty(ends, {4 * tiles + 2 * (groups + 1)}, at::kInt);
   TokenGroups g = {};
   g.ends = ends.const_data_ptr(), g.wide = dtype == at::kLong;
@@ -221,7 +224,9 @@ void grouped_gemm_wgrad(
 
 void register_grouped_gemm(torch::Library& m) {
   m.def("token_groups(Tensor ends, int tokens, Tensor(a!)? wrong=None, int tag=0) -> Tensor",
-        torch::dispatch(c10::DispatchKey::CUDA, token_groups));
+        torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& ends, int64_t tokens, const MaybeTensor& wrong, int64_t tag) {
+          return token_groups(ends, tokens, wrong, tag);
+        }));
   m.def(
       "grouped_gemm(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, int a_kind, "
       "int b_kind, Tensor(b!)? flag=None, int sm_count=0, Tensor? bias=None) -> ()",

@@ -12,6 +12,8 @@ namespace fsdp_quant {
 // Build the tables of layout/token_groups.h in one buffer: int32 sources [tiles, 4], offsets [groups + 1], padded [groups +
 // 1]. wrong: null, or int64 [1] on the device or in pinned memory; invalid ends set it to tag << 32 | tokens.
 at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, const MaybeTensor& wrong, int64_t tag);
+// tiles: of all groups; default, an upper bound for any groups.
+at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, int64_t tiles, const MaybeTensor& wrong, int64_t tag);
 
 TokenTables tables_of(const at::Tensor& buffer, int64_t groups, const at::Tensor& like);
 

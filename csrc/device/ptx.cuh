@@ -122,6 +122,19 @@ __device__ __forceinline__ uint4 ld_streaming(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ uint2 ld_streaming_8(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
+// NaN if either is.
+__device__ __forceinline__ float larger(float a, float b) {
+  float v;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+  return v;
+}
+
 // Of values that are read again soon: L2 gives up others first.
 __device__ __forceinline__ uint4 ld_again(const void* p) {
   uint64_t policy;

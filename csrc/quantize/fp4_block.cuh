@@ -23,10 +23,9 @@ struct Block16 {
   }
 };
 
-// Random Hadamard transform of one block: see `rotate`.
+// Random Hadamard transform of one block, times 4: see `rotate`.
 template <class Values>
-__device__ __forceinline__ Block16 rotated(const Values& value) {
-  float y[kFp4Block];
+__device__ __forceinline__ void butterflies(const Values& value, float (&y)[kFp4Block]) {
 #pragma unroll
   for (int e = 0; e < kFp4Block; ++e) y[e] = kRotationSigns >> e & 1 ? -value(e) : value(e);
 #pragma unroll
@@ -38,6 +37,13 @@ __device__ __forceinline__ Block16 rotated(const Values& value) {
       y[e] = __fadd_rn(a, b), y[e + stride] = __fsub_rn(a, b);
     }
   }
+}
+
+// The transform, rounded.
+template <class Values>
+__device__ __forceinline__ Block16 rotated(const Values& value) {
+  float y[kFp4Block];
+  butterflies(value, y);
   Block16 block;
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
@@ -58,28 +64,22 @@ struct RandomBlocks {
     philox4x32(random, k0, k1);
     return random[0];
   }
-  // Draw for lines k and k + 1.
-  __device__ __forceinline__ void draw(uint4 (&random)[2], int k) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) random[n] = make_uint4(block, line + k + n, step, stream);
-    philox4x32(random, k0, k1);
-    if (offset == 0) return;
-    uint4 next[2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) next[n] = make_uint4(block + 1, line + k + n, step, stream);
-    philox4x32(next, k0, k1);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      uint32_t w[8] = {random[n].x, random[n].y, random[n].z, random[n].w, next[n].x, next[n].y, next[n].z, next[n].w};
+  // Draw for line k.
+  __device__ __forceinline__ uint4 draw(uint32_t k) const {
+    uint4 random = draw_one(k, 0);
+    if (__builtin_expect(offset != 0, false)) {
+      const uint4 next = draw_one(k, 1);
+      uint32_t w[8] = {random.x, random.y, random.z, random.w, next.x, next.y, next.z, next.w};
 #pragma unroll
       for (int step = 2; step > 0; step /= 2) {
 #pragma unroll
         for (int i = 0; i + step < 8; ++i) w[i] = offset & 4 * step ? w[i + step] : w[i];
       }
       const int bits = 8 * (offset & 3);
-      random[n] = make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
-                             __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
+      random = make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
+                          __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
     }
+    return random;
   }
 };
 
@@ -115,6 +115,16 @@ template <bool Stochastic, bool Regular>
 __device__ __forceinline__ uint2 block_codes(const Block16& r, float enc, const uint4& random) {
   return {half_codes<Stochastic, Regular>(r.w, 0, enc, random.x, random.y),
           half_codes<Stochastic, Regular>(r.w, 1, enc, random.z, random.w)};
+}
+
+// Nearest codes of half a block with NaNs: 6 for each; if the scale is NaN, +6 for all.
+__device__ __forceinline__ uint32_t with_nan(const uint32_t (&w)[8], int half, float enc, uint32_t codes) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const float a = __fmul_rn(BF16::value(w, 8 * half + e), enc);
+    codes |= a == a ? 0 : 7u << (4 * e);
+  }
+  return enc == enc ? codes : 0x77777777u;
 }
 
 __device__ __forceinline__ uint2 magnitudes_of(uint32_t scale) {
@@ -158,9 +168,12 @@ __device__ __forceinline__ uint2 codes_of(
   const float largest = __fmul_rn(amax, enc);
   uint2 codes;
   if (stochastic) {
-    codes = largest <= 6.0f + 1.0f / 256 ? block_codes<true, true>(r, enc, random) : block_codes<true, false>(r, enc, random);
+    codes = __builtin_expect(largest <= 6.0f + 1.0f / 256, true) ? block_codes<true, true>(r, enc, random)
+                                                                 : block_codes<true, false>(r, enc, random);
   } else {
-    codes = largest == largest ? block_codes<false, true>(r, enc, random) : block_codes<false, false>(r, enc, random);
+    codes = block_codes<false, true>(r, enc, random);
+    if (__builtin_expect(largest != largest, false))
+      codes = {with_nan(r.w, 0, enc, codes.x), with_nan(r.w, 1, enc, codes.y)};
   }
   return {codes.x & mask.x, codes.y & mask.y};
 }

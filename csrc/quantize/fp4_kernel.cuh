@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantize to two-level 4-bit formats: blocks of (1, 16) in either or both directions, or (16, 16) blocks that serve both.
 // Same results as the general kernel; here a thread holds whole blocks of 16, so that amax, rotation and the 16 random bytes
-// need no other thread, and one short loop encodes both directions.
+// need no other thread, and a short loop encodes a direction.
 //
 // Block: 256 threads, a tile of 128 x 128 bf16 values in shared memory. Warp w owns rows 16 w to 16 w + 15. Rowwise, lane l
 // processes 16 columns from 16 (l % 8) of the four rows from 4 (l / 8); columnwise, 16 rows of the four columns from 4 l.
@@ -10,8 +10,9 @@
 // Of the copy rate, 8192 x 8192: rows and square blocks .71 and .74, general kernel .68 and .48 (H200). Operands: one permute
 // per four codes, signs by a permute that replicates sign bits; stochastic rows and rotated columns in both directions .59,
 // compact codes .49, square blocks .89 (H100). Statistics of matrices in the launch that encodes them, some 500 to 1100 tiles
-// ahead, so that memory is read once, took 1004 us for 884 (64 of 4096 x 2048, H200). Long straight code starves on instruction
-// fetch, hence one short loop.
+// ahead, so that memory is read once, took 1004 us for 884 (64 of 4096 x 2048, H200). Warps wait for instructions more than for
+// anything else: loops compute a block at a time, rare cases are out of their way, and the tokens of a product (65,536 x 2048 and
+// x 4096) take 968 us; two blocks at a time 1044, one loop for both directions 1280 (H200).
 #pragma once
 
 #include "quantize/fp4_block.cuh"
@@ -162,26 +163,22 @@ __device__ __forceinline__ void encode_rows(
     RandomBlocks source = {};
     if (s.stochastic) source = random_blocks(b.key, false, row - tile.start, col);
 #pragma unroll 1
-    for (int k = 0; k < 4; k += 2) {
-      uint4 random[2] = {};
-      if (s.stochastic) source.draw(random, k);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        Block16 one[1] = {load(k + n)}, &block = one[0];
-        if (s.rotated) block = rotated([&](int e) { return block[e]; });
-        const float amax = block.amax();
-        const BlockScale scale = scale_of<R>(one, amax, s, 0, local + k + n, smem);
-        smem.scales[0][local + k + n][group] = static_cast<uint8_t>(scale.stored);
-        put(k + n, codes_of(block, amax, scale.enc, s.stochastic, random[n], mask), scale.stored);
-      }
+    for (int k = 0; k < 4; ++k) {
+      const uint4 random = s.stochastic ? source.draw(k) : uint4{};
+      Block16 one[1] = {load(k)}, &block = one[0];
+      if (s.rotated) block = rotated([&](int e) { return block[e]; });
+      const float amax = block.amax();
+      const BlockScale scale = scale_of<R>(one, amax, s, 0, local + k, smem);
+      smem.scales[0][local + k][group] = static_cast<uint8_t>(scale.stored);
+      put(k, codes_of(block, amax, scale.enc, s.stochastic, random, mask), scale.stored);
     }
   }
 }
 
-// Encode this warp's columns.
+// Encode this warp's columns. is_padding: their rows are behind a group's tokens, so that they are blocks of zeros, all alike.
 template <Fp4Mode R>
 __device__ __forceinline__ void encode_columns(
-    const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, int32_t cols, Fp4Smem<R>& smem) {
+    const EncodingSpec& s, const EncodingBuffers& b, const Tile& tile, int32_t cols, bool is_padding, Fp4Smem<R>& smem) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int32_t row = tile.row0 + warp * kFp4Block, col = tile.col0 + lane * 4;
   RandomBlocks source = {};
@@ -189,48 +186,41 @@ __device__ __forceinline__ void encode_columns(
   const uint8_t* values = smem.values + warp * kFp4Block * kPitch + lane * 8;
   const int32_t row_bytes = (cols + 1) >> 1;
   const uint2 mask = mask_of(b.length - row);
+  uint2 codes = {}, last;
+  uint32_t stored = 0;
 #pragma unroll 1
-  for (int j = 0; j < 4; j += 2) {
-    uint32_t w[kFp4Block];
-#pragma unroll
-    for (int i = 0; i < kFp4Block; ++i) w[i] = *reinterpret_cast<const uint32_t*>(values + i * kPitch + j * 2);
-    uint4 random[2] = {};
-    if (s.stochastic) source.draw(random, j);
-    uint2 codes[2];
-    uint32_t stored[2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
+  for (int j = 0; j < 4; ++j) {
+    last = codes;
+    if (j == 0 || !is_padding) {
+      uint32_t w[kFp4Block];
       Block16 one[1], &block = one[0];
+#pragma unroll
+      for (int i = 0; i < kFp4Block; ++i) w[i] = *reinterpret_cast<const uint16_t*>(values + i * kPitch + j * 2);
       if (s.rotated) {
-        block = rotated([&](int e) { return __uint_as_float(n ? w[e] & 0xFFFF0000u : w[e] << 16); });
+        block = rotated([&](int e) { return __uint_as_float(w[e] << 16); });
       } else {
 #pragma unroll
-        for (int k = 0; k < 8; ++k) block.w[k] = __byte_perm(w[2 * k], w[2 * k + 1], n ? 0x7632 : 0x5410);
+        for (int k = 0; k < 8; ++k) block.w[k] = __byte_perm(w[2 * k], w[2 * k + 1], 0x5410);
       }
+      const uint4 random = s.stochastic ? source.draw(j) : uint4{};
       const float amax = block.amax();
-      const BlockScale scale = scale_of<R>(one, amax, s, 1, lane * 4 + j + n, smem);
-      stored[n] = scale.stored;
-      smem.scales[1][lane * 4 + j + n][warp] = static_cast<uint8_t>(scale.stored);
-      codes[n] = codes_of(block, amax, scale.enc, s.stochastic, random[n], mask);
+      const BlockScale scale = scale_of<R>(one, amax, s, 1, lane * 4 + j, smem);
+      stored = scale.stored;
+      codes = codes_of(block, amax, scale.enc, s.stochastic, random, mask);
     }
-    const int group = lane >> 1;
+    smem.scales[1][lane * 4 + j][warp] = static_cast<uint8_t>(stored);
+    const int group = lane >> 1, at = (lane * 4 + j) * 8 + (warp ^ (group >> 1));
     if (kTakesOperands<R> && s.operand()) {  // 16 chunks of 8 per column, permuted by `group`: see flush_transposed
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const uint4 v = bytes_of_block(codes[n], smem.magnitudes[stored[n]]);
-        smem.codes[(lane * 4 + j + n) * 8 + (warp ^ (group >> 1))] = group & 1 ? make_uint4(v.z, v.w, v.x, v.y) : v;
-      }
+      const uint4 v = bytes_of_block(codes, smem.magnitudes[stored]);
+      smem.codes[at] = group & 1 ? make_uint4(v.z, v.w, v.x, v.y) : v;
     } else if (s.transposed) {  // 16 words per column, permuted by `group` (of 8 columns): see flush_transposed
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-        reinterpret_cast<uint2*>(smem.codes)[(lane * 4 + j + n) * 8 + (warp ^ (group >> 1))] =
-            group & 1 ? make_uint2(codes[n].y, codes[n].x) : codes[n];
-    } else if (col + j < cols) {  // two columns share bytes
+      reinterpret_cast<uint2*>(smem.codes)[at] = group & 1 ? make_uint2(codes.y, codes.x) : codes;
+    } else if ((j & 1) != 0 && col + j - 1 < cols) {  // two columns share bytes
       uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + ((col + j) >> 1);
 #pragma unroll
       for (int i = 0; i < kFp4Block; ++i, address += row_bytes) {
-        auto nibble = [&](int n) { return (i < 8 ? codes[n].x : codes[n].y) >> (4 * (i & 7)) & 0xFu; };
-        if (row + i < b.length) *address = static_cast<uint8_t>(nibble(0) | nibble(1) << 4);
+        auto nibble = [&](uint2 c) { return (i < 8 ? c.x : c.y) >> (4 * (i & 7)) & 0xFu; };
+        if (row + i < b.length) *address = static_cast<uint8_t>(nibble(last) | nibble(codes) << 4);
       }
     }
   }
@@ -306,8 +296,10 @@ __global__ void __launch_bounds__(kThreads, kFp4BlocksPerSm<R>) quantize_fp4_ker
   __syncthreads();
   ptx::copy_async_wait();
   __syncwarp();
-  if (Square || row.present()) encode_rows<Square>(row, row_buffers, col, row_tile, smem);
-  if (!Square && col.present()) encode_columns(col, col_buffers, tile, t.cols, smem);
+  const int32_t first = row_tile.row0 + static_cast<int32_t>(threadIdx.x / 32) * kFp4Block;
+  const bool is_padding = Tokens && R == Fp4Mode::kOperands && first >= row_buffers.lines;
+  if (Square || (row.present() && !(is_padding && row.operand()))) encode_rows<Square>(row, row_buffers, col, row_tile, smem);
+  if (!Square && col.present()) encode_columns(col, col_buffers, tile, t.cols, is_padding, smem);
   __syncthreads();
   if constexpr (kOperands) {
     store_operand_scale(row, row_buffers, row_tile, row_tile.start), store_operand_scale(col, col_buffers, tile, tile.start);

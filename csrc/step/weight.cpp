@@ -31,7 +31,7 @@ std::vector<at::Tensor> stacked_fp4(const at::Tensor& weight, int64_t plan, bool
   const EncodingSpec spec[kDirections] = {row || both ? of_row : none,
                                           col || both ? k_major_spec(col ? of_col : of_row) : none};
   const at::Tensor ends = at::arange(rows, (matrices + 1) * rows, rows, weight.options().dtype(at::kInt));
-  const at::Tensor tables = token_groups(ends, matrices * rows, std::nullopt, 0);
+  const at::Tensor tables = token_groups(ends, matrices * rows, matrices * ceil_div(rows, kTile), std::nullopt, 0);
   const TokenTables tokens = tables_of(tables, matrices, weight);
   const MaybeTensor unknown;
   const GivenAmaxes known[kDirections] = {{unknown, unknown, unknown, unknown}, {unknown, unknown, unknown, unknown}};

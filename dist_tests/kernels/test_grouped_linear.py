@@ -512,6 +512,9 @@ def matrices_of_experts(name: str, module):
                 next(buffers)
                 for _ in range(2 + has_tensor_amax(fmt, resolved.layouts["weight"][d]))
             ]
+            if d is COLUMNWISE and fmt.tensor_scale:  # side by side, each from a tile
+                per_byte = 1 if len(made) == 2 else 2
+                assert made[0].shape[1] * per_byte == 4 * round_up(n, 128), name
             for e, one in enumerate(weight if fmt.tensor_scale else ()):
                 storages, _ = plan.weight.storages(one, [d])
                 yield f"{name} {n} {row} {col} {e} {d.value}", e, d, made, storages[d]
