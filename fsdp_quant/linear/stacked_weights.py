@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from ..ops import dispatch, native
 from ..ops.capability import arch_of
 from ..ops.layout import ANCHORS, COMPACT, adjoining, operand_format
 from ..ops.native import Operand
+from ..ops.reference import known
 from ..storage import Storage, to_gemm_operands, to_storage
 from ..tensor import code_check
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -137,9 +138,9 @@ def _encoder(
     two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
     if (two_level and compute_dtype is not torch.bfloat16) or plan.decodes_groups(arch_of(device)):
         return None
-    layouts = plan.resolved(dtype, device).layouts["weight"]
     if plan.weight.turns:
-        return functools.partial(_of_rows, directions, plan, layouts)
+        return functools.partial(_of_rows, directions, plan, dtype)
+    layouts = plan.resolved(dtype, device).layouts["weight"]
     formats = {d: plan.operand("weight", d) for d in directions}
     takes = {d: _taking(f, layouts[d], d, shape) for d, f in formats.items() if f.is_quantized}
     coded = list(takes)
@@ -158,19 +159,20 @@ def _encoder(
 
 
 def _of_rows(
-    directions: Sequence[Direction],
-    plan: GemmPlan,
-    layouts: Mapping[Direction, str],
-    values: Tensor,
-    *delayed: Sequence[Tensor],
+    directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype, values: Tensor, *_: object
 ) -> dict[Direction, StackedWeight]:
     """Quantize weights whose columnwise operands are of rowwise codes: one launch, and one per
     layout."""
-    encoding, dtype, count = plan.weight.encodings[ROWWISE], plan.compute_dtype, len(values)
-    starts, none = [0] * count, [None] * count
-    codes = dispatch.multi_tensor_encode(values.unbind(), encoding, none, starts, none, dtype)
-    rows = [Storage.of(c, encoding, values.shape[1:], dtype or values.dtype) for c in codes]
+    encoding, shape, seen = plan.weight.encodings[ROWWISE], values.shape, plan.compute_dtype
+    if encoding.fmt.block[0] == 1 and all(are_read_together(plan, d) for d in directions):
+        (codes,) = dispatch.encode(values.flatten(0, 1), [encoding], None, dtype=seen)
+        buffers = [codes.data, known(codes.scale, "the scale")]
+        return {d: stack_of_codes(buffers, d, shape, plan, dtype) for d in directions}
+    starts, none = [0] * len(values), [None] * len(values)
+    made = dispatch.multi_tensor_encode(values.unbind(), encoding, none, starts, none, seen)
+    rows = [Storage.of(codes, encoding, shape[1:], seen or values.dtype) for codes in made]
     of = {ROWWISE: rows, COLUMNWISE: [plan.weight.columnwise_of(s) for s in rows]}
+    layouts = plan.resolved(dtype, values.device).layouts["weight"]
     return {d: _laid_out(of[d], layouts[d]) for d in directions}
 
 
