@@ -414,6 +414,11 @@ def flops_of_token(net: nn.Module, length: int) -> float:
     return 6.0 * (weights + config.num_hidden_layers * length * config.hidden_size)
 
 
+def tokens_of(args, tokens: int, rank: int, device: torch.device) -> Tensor:
+    of_rank, shape = torch.Generator().manual_seed(1 + rank), (args.batch, tokens // args.batch)
+    return torch.randint(args.size["vocab_size"], shape, generator=of_rank).to(device)
+
+
 def measure(
     arm: Arm,
     tokens: int,
@@ -428,11 +433,7 @@ def measure(
     counters.clear()
     gc.collect()
     rank = dist.get_rank() if dist.is_initialized() else 0
-    ids = torch.randint(
-        args.size["vocab_size"],
-        (args.batch, tokens // args.batch),
-        generator=torch.Generator().manual_seed(1 + rank),
-    ).to(device)
+    ids = tokens_of(args, tokens, rank, device)
     before = allocated()
     net, optimizer = build(arm, args, device)
     if arm.moved:
@@ -648,13 +649,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """Return the arguments of the command, with the defaults that depend on others."""
     args = parser().parse_args()
     own = MODELS[args.model][1]
     args.size = TINY if args.tiny else SIZE | {k: own[k] for k in WIDTHS if k in own}
     args.tokens = args.tokens or [64 if args.tiny else 512 if args.ledger else 8192]
     args.layers = args.layers or (2 if args.tiny else 32 if args.model == "llama3_8b" else 6)
     args.steps = args.steps or (3 if args.tiny else 12)
+    return args
+
+
+def main() -> None:
+    args = parsed()
     if not args.fsdp and (args.params == "float32" or args.gradients != ["fp32"]):
         raise SystemExit("error: --params float32 and --gradients need --fsdp")
     if not (CUDA or args.tiny or args.ledger):

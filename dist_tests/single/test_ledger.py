@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `bench.llama` counts without a GPU: what compiled layers save for their backward (--ledger),
-and the work of a token."""
+and the work of a token; and the turns of `bench.host`."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp_quant as fq
-from dist_tests.bench import ledger, llama
+from dist_tests.bench import host, ledger, llama
 from fsdp_quant import recipes
 
 D, HIDDEN, TOKENS = 64, 128, 256
@@ -97,3 +99,25 @@ def test_a_token_is_multiplied_by_its_experts_alone():
         router = 2 * experts * 64
         weights[experts] = llama.flops_of_token(net, 64) / 6 - router
     assert weights[8] == weights[16]
+
+
+def test_models_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """If false, `bench.host` times a model in a row, whose host may have slowed down, or times the
+    compilation too."""
+    taken, step_of = [], host.step_of
+
+    def noted(arm: llama.Arm, *args):
+        step = step_of(arm, *args)
+        return lambda: (taken.append(arm.name), step())
+
+    arguments = ["--tiny", "--layers", "1", "--backend", "aot_eager", "--arms", "bf16"]
+    monkeypatch.setattr(sys, "argv", ["host", *arguments, "--steps", "2"])
+    monkeypatch.setattr(host, "step_of", noted)
+    host.main()
+    assert taken == ["bf16 compiled", "bf16 eager"] * 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ms ")[0].split()[:2] for line in lines] == [
+        [*n.split()] for n in taken[:2]
+    ]
+    assert " 1.000 " in lines[0]
+    torch.compiler.reset()
