@@ -41,9 +41,7 @@ def main() -> None:
     args = llama.parsed()
     if args.fsdp or not (llama.CUDA or args.tiny):
         raise SystemExit("error: this bench runs on one GPU, without --fsdp; --tiny, on a CPU")
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if llama.CUDA else torch.device("cpu")
-    )
+    device = torch.device("cuda", 0) if llama.CUDA else torch.device("cpu")
     arms = llama.chosen_arms(args, print)
     if any(arm.graphed for arm in arms):
         raise SystemExit("error: a captured step costs the host one call; leave those arms out")

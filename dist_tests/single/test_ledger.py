@@ -115,9 +115,7 @@ def test_models_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(host, "step_of", noted)
     host.main()
     assert taken == ["bf16 compiled", "bf16 eager"] * 3
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ms ")[0].split()[:2] for line in lines] == [
-        [*n.split()] for n in taken[:2]
-    ]
-    assert " 1.000 " in lines[0]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("bf16 compiled ") and " 1.000 " in first
+    assert second.startswith("bf16 eager ")
     torch.compiler.reset()
