@@ -1087,6 +1087,29 @@ def test_frozen_experts_are_one_product(name: str, packed: bool):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("name", ["qat_mxfp4", "qat_nvfp4"])
+def test_weights_in_qat_are_encoded_together_and_counted_each(name: str):
+    """If false, a receipt counts a launch in place of tensors, codes are counted that are not made,
+    or weights that lie transposed are copied whole before they are encoded."""
+    recipe, experts = scalings()[name], 4
+    x, ends = values(64, 64, seed=1), torch.tensor([16, 32, 48, 64])
+    for transposed in (False, True):
+        with hopper.emulated() as gpu:
+            module = grouped(recipe, True, False, torch.bfloat16, (64, 48))
+            if transposed:
+                owner = module.owners[0]
+                owner.weight = nn.Parameter(owner.weight.detach().mT.contiguous().mT)
+            counters.reset()
+            module(x.requires_grad_(), ends).sum().backward()
+            names = [c.name for c in gpu.calls]
+            launches = names.count("quantize_group") or names.count("quantize")
+            assert launches == (experts if transposed else 1), (name, transposed)
+            of_weight = {k: n for k, n in counters.of("quantize").items() if k[0] == name[4:]}
+            assert of_weight == {(name[4:], "rowwise", "native"): experts}
+            made = counters.of("weight encode")
+            assert {d for _, d in made} == {"rowwise"} and set(made.values()) == {1}
+
+
 def test_steps_of_transposed_weights_have_a_key_of_their_own():
     """If false, a native pass of a graph from another process takes the step of other weights for
     the one that it was traced with."""

@@ -110,7 +110,8 @@ def _of_values(
 
     def encoded(direction: Direction) -> StackedWeight:
         if not stacks:
-            coded = [d.value for d in directions if plan.operand("weight", d).is_quantized]
+            made = plan.weight.encodings
+            coded = [d.value for d in directions if d in made and made[d].fmt.is_quantized]
             names = itertools.product((s.name for s in states), coded)
             counters.add_each("weight encode", tuple(names))
             stacks.update(encode(values, factors, histories))
@@ -138,8 +139,8 @@ def _encoder(
     two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
     if (two_level and compute_dtype is not torch.bfloat16) or plan.decodes_groups(arch_of(device)):
         return None
-    if plan.weight.turns:
-        return functools.partial(_of_rows, directions, plan, dtype)
+    if plan.weight.turns:  # a transposed weight is copied, one matrix at a time
+        return None if transposed else functools.partial(_of_rows, directions, plan, dtype)
     layouts = plan.resolved(dtype, device).layouts["weight"]
     formats = {d: plan.operand("weight", d) for d in directions}
     takes = {d: _taking(f, layouts[d], d, shape) for d, f in formats.items() if f.is_quantized}
@@ -166,6 +167,7 @@ def _of_rows(
     encoding, shape, seen = plan.weight.encodings[ROWWISE], values.shape, plan.compute_dtype
     if encoding.fmt.block[0] == 1 and all(are_read_together(plan, d) for d in directions):
         (codes,) = dispatch.encode(values.flatten(0, 1), [encoding], None, dtype=seen)
+        counters.add("quantize", (encoding.fmt.name, ROWWISE.value, "native"), len(values) - 1)
         buffers = [codes.data, known(codes.scale, "the scale")]
         return {d: stack_of_codes(buffers, d, shape, plan, dtype) for d in directions}
     starts, none = [0] * len(values), [None] * len(values)
