@@ -165,7 +165,7 @@ def _of_rows(
     """Quantize weights whose columnwise operands are of rowwise codes: one launch, and one per
     layout."""
     encoding, shape, seen = plan.weight.encodings[ROWWISE], values.shape, plan.compute_dtype
-    if encoding.fmt.block[0] == 1 and all(are_read_together(plan, d) for d in directions):
+    if encoding.fmt.dims(ROWWISE)[0] == 1 and all(are_read_together(plan, d) for d in directions):
         (codes,) = dispatch.encode(values.flatten(0, 1), [encoding], None, dtype=seen)
         counters.add("quantize", (encoding.fmt.name, ROWWISE.value, "native"), len(values) - 1)
         buffers = [codes.data, known(codes.scale, "the scale")]
