@@ -13,25 +13,20 @@ and the median over the base's. A line of --profile: operators of one step by ti
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from dist_tests.bench import llama
 
 
-def step_of(arm: llama.Arm, args, device: torch.device) -> Callable[[], None]:
-    net, optimizer = llama.build(arm, args, device)
-    ids = llama.tokens_of(args, args.tokens[0], 0, device)
-
-    def step() -> None:
-        net(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+def step_of(arm: llama.Arm, args, device: torch.device) -> Callable[[], Tensor]:
+    *_, one_step = llama.with_step(arm, args, device)
+    step = functools.partial(one_step, llama.tokens_of(args, args.tokens[0], 0, device))
     for _ in range(llama.COMPILING_STEPS + llama.WARM_STEPS):
         step()
     return step
@@ -51,10 +46,7 @@ def main() -> None:
     gc.freeze()  # else one arm pays for the objects of all
     for _ in range(args.steps + 1):
         for name, step in steps.items():
-            llama.synchronize()
-            start = time.perf_counter()
-            step()
-            taken[name].append((time.perf_counter() - start) * 1e3)
+            taken[name].append(llama.host_ms(step, 1))
     base = statistics.median(taken[llama.BASE][1:])
     for name, of in taken.items():
         ms, ends = statistics.median(of[1:]), statistics.quantiles(of[1:], n=10)

@@ -419,6 +419,29 @@ def tokens_of(args, tokens: int, rank: int, device: torch.device) -> Tensor:
     return torch.randint(args.size["vocab_size"], shape, generator=of_rank).to(device)
 
 
+def with_step(
+    arm: Arm,
+    args,
+    device: torch.device,
+    build: Callable[..., tuple[nn.Module, torch.optim.Optimizer]] = build,
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]]:
+    """Build one arm; return its step besides, (tokens) -> loss."""
+    net, optimizer = build(arm, args, device)
+    if arm.moved:
+        move_backward(net, device)
+
+    def one_step(ids: Tensor) -> Tensor:
+        loss = net(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if arm.torchao == "gather":
+            precompute_float8_dynamic_scale_for_fsdp(net)
+        return loss.detach()
+
+    return net, optimizer, one_step
+
+
 def measure(
     arm: Arm,
     tokens: int,
@@ -435,20 +458,8 @@ def measure(
     rank = dist.get_rank() if dist.is_initialized() else 0
     ids = tokens_of(args, tokens, rank, device)
     before = allocated()
-    net, optimizer = build(arm, args, device)
-    if arm.moved:
-        move_backward(net, device)
+    net, optimizer, one_step = with_step(arm, args, device, build)
     notes = []
-
-    def one_step(ids: Tensor) -> Tensor:
-        loss = net(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if arm.torchao == "gather":
-            precompute_float8_dynamic_scale_for_fsdp(net)
-        return loss.detach()
-
     one_step = fq.graphed(one_step, net, optimizer, COMPILING_STEPS) if arm.graphed else one_step
     step = functools.partial(one_step, ids)
     for _ in range(COMPILING_STEPS):
